@@ -1,0 +1,157 @@
+"""Every setting and its only default.
+
+Field names are LLaMA-Factory's where it has the setting, so that a config file maps one to one; the rest are ours.
+Readers of files (``interop``) fill these; everything below the command line takes them. Environment variables are read here only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model, and how it is built."""
+
+    model_name_or_path: str
+    """Folder with config.json (and weights), or a hub id."""
+    model_revision: str = "main"
+    cache_dir: str | None = None
+    trust_remote_code: bool = False
+    """Run Python code that ships with the model: off unless asked."""
+    train_from_scratch: bool = False
+    """Random weights from the config instead of the checkpoint's."""
+    resize_vocab: bool = False
+    add_tokens: tuple[str, ...] = ()
+    add_special_tokens: tuple[str, ...] = ()
+    split_special_tokens: bool = False
+    rope_scaling: str | None = None
+    flash_attn: str = "auto"
+    """auto, disabled (eager), sdpa, fa2, fa3."""
+    moe_aux_loss_coef: float | None = None
+    """Weight of the router's load-balancing loss; None keeps the model config's choice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Which rows, and how they become token ids and labels."""
+
+    dataset: tuple[str, ...] = ()
+    """Names from dataset_info.json, or direct paths to JSON/JSONL/text files."""
+    eval_dataset: tuple[str, ...] = ()
+    dataset_dir: str = "data"
+    template: str | None = None
+    """A LLaMA-Factory template name; auto: the tokenizer's own chat template; None: from the tokenizer, as LLaMA-Factory does."""
+    default_system: str | None = None
+    enable_thinking: bool | None = True
+    preserve_thinking: bool = False
+    tool_format: str | None = None
+    cutoff_len: int = 2048
+    """Tokens a sample may have; the rest is cut."""
+    train_on_prompt: bool = False
+    mask_history: bool = False
+    packing: bool | None = None
+    """None: on for stage pt, off otherwise."""
+    neat_packing: bool = False
+    """Pack, and keep the samples of a row from seeing each other; implies packing."""
+    max_samples: int | None = None
+    val_size: float = 0.0
+    eval_on_each_dataset: bool = False
+    ignore_pad_token_for_loss: bool = True
+    mix_strategy: str = "concat"
+    interleave_probs: tuple[float, ...] = ()
+    streaming: bool = False
+    buffer_size: int = 16384
+    overwrite_cache: bool = False
+    preprocessing_batch_size: int = 1000
+    """Rows that are packed together: a knapsack never looks further."""
+    preprocessing_num_workers: int | None = None
+    tokenized_path: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimConfig:
+    """The optimizer, its schedule and clipping."""
+
+    learning_rate: float = 5e-5
+    lr_scheduler_type: str = "linear"
+    lr_scheduler_kwargs: dict[str, float | int | str] = field(default_factory=dict)
+    warmup_steps: float = 0
+    """Steps; below 1 a share of all steps."""
+    warmup_ratio: float = 0.0
+    weight_decay: float = 0.0
+    """Never applied to norms and biases."""
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+    """Exact global-norm clipping; 0 turns it off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """Steps, logging, saving, evaluation."""
+
+    stage: str = "sft"
+    finetuning_type: str = "full"
+    output_dir: str = "outputs"
+    overwrite_output_dir: bool = False
+    resume_from_checkpoint: str | None = None
+    do_train: bool = True
+    do_eval: bool = False
+    per_device_train_batch_size: int = 8
+    per_device_eval_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    num_train_epochs: float = 3.0
+    max_steps: int = -1
+    logging_steps: float = 500
+    save_strategy: str = "steps"
+    save_steps: float = 500
+    save_total_limit: int | None = None
+    save_only_model: bool = False
+    eval_strategy: str = "no"
+    eval_steps: float | None = None
+    plot_loss: bool = False
+    report_to: tuple[str, ...] = ()
+    run_name: str | None = None
+    seed: int = 42
+    data_seed: int | None = None
+    disable_shuffling: bool = False
+    dataloader_drop_last: bool = False
+    include_num_input_tokens_seen: bool = False
+    gradient_checkpointing: bool = True
+    """False (LLaMA-Factory's disable_gradient_checkpointing): keep every activation."""
+    fp32: bool = False
+    """Compute in fp32 (LLaMA-Factory: neither bf16 nor pure_bf16 on a CPU); weights 4 bytes, no residue."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Ours: what the plan may use, and what the user pins of it. None: the planner chooses."""
+
+    device: str = "auto"
+    """auto, cuda, cuda:1, cpu, chaos."""
+    device_memory: int | None = None
+    """Bytes the device may hold; None: what it reports."""
+    host_memory: int | None = None
+    """Bytes of host memory; None: what the system reports."""
+    micro_batch_rows: int | None = None
+    num_waves: int | None = None
+    activation_budget: float | None = None
+    """Share of the activations that is kept between forward and backward; 1.0 keeps all, 0.0 little more than inputs."""
+    num_slots: int | None = None
+    num_slabs: int | None = None
+    compile: bool | None = None
+    """None: on for CUDA, off elsewhere."""
+    optimizer_threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """One run."""
+
+    model: ModelConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)

@@ -1,0 +1,170 @@
+"""Names to offsets inside one unit: the only code that knows where a parameter lies.
+
+A unit is streamed as one piece, so its parameters lie in one flat vector, and every plane of the unit (weight, residue,
+gradient, optimizer state) is such a vector with the same order. The vector has at most two typed *sections*: parameters that are
+computed with in bf16, whose fp32 master is split into the bf16 weight plane and an int16 residue plane, and parameters
+that must stay fp32 (router gates of some families; everything in fp32 mode), which have no residue. Inside a section,
+parameters that take weight decay come first, so that a step is at most four contiguous spans. Every parameter starts on a
+256-byte boundary of the narrowest plane: views into a slot are as aligned as separate allocations would be.
+
+Padding elements between parameters are zero in every plane and stay zero under every optimizer.
+Checked by ``tests/test_layout.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor
+
+ALIGN_ELEMENTS = 128
+"""Parameters start at multiples of this many elements: 256 bytes in the narrowest (2-byte) plane."""
+
+SECTION_DTYPES = (torch.bfloat16, torch.float32)
+"""Order of the typed sections inside every plane."""
+
+WEIGHT = "weight"
+RESIDUE = "residue"
+GRAD = "grad"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One parameter inside a unit. ``offset`` and ``numel`` count elements inside the section of ``dtype``."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    decays: bool
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSpec:
+    """What a layout needs to know of a parameter: ``dtype`` is what the device computes with, bf16 or fp32."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    decays: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A contiguous run of one section whose parameters are stepped alike; ``start`` and ``stop`` count elements."""
+
+    dtype: torch.dtype
+    start: int
+    stop: int
+    decays: bool
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Frozen map of one unit: entries in plane order, and the padded length of each section in elements."""
+
+    entries: tuple[Entry, ...]
+    section_numel: tuple[int, int]
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def of(cls, parameters: Iterable[ParameterSpec]) -> Layout:
+        """Lay parameters out: sections in the order of ``SECTION_DTYPES``, decayed ones first in each, given order kept."""
+        given = tuple(parameters)
+        entries: list[Entry] = []
+        spans: list[Span] = []
+        lengths: list[int] = []
+        for dtype in SECTION_DTYPES:
+            cursor = 0
+            for decays in (True, False):
+                start = cursor
+                for spec in given:
+                    if spec.dtype == dtype and spec.decays == decays:
+                        entry = Entry(name=spec.name, shape=tuple(spec.shape), dtype=dtype, offset=cursor, decays=decays)
+                        entries.append(entry)
+                        cursor += _aligned(entry.numel)
+                if cursor > start:
+                    spans.append(Span(dtype=dtype, start=start, stop=cursor, decays=decays))
+            lengths.append(cursor)
+        assert len(entries) == len(given), "a parameter has a dtype without a section"
+        return cls(tuple(entries), (lengths[0], lengths[1]), tuple(spans))
+
+    @cached_property
+    def by_name(self) -> dict[str, Entry]:
+        return {entry.name: entry for entry in self.entries}
+
+    @cached_property
+    def numel(self) -> int:
+        """Parameters of the unit, padding not counted: the P of bytes per parameter."""
+        return sum(entry.numel for entry in self.entries)
+
+    def length(self, dtype: torch.dtype) -> int:
+        """Padded elements of the section of ``dtype``."""
+        return self.section_numel[SECTION_DTYPES.index(dtype)]
+
+    def bytes(self, plane: PlaneSpec) -> int:
+        """Bytes of one plane of this unit."""
+        return sum(n * dtype.itemsize for n, dtype in zip(self.section_numel, plane.dtypes, strict=True) if dtype is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneSpec:
+    """Element types of a plane, one per section of ``SECTION_DTYPES``; None where the plane has no such section."""
+
+    dtypes: tuple[torch.dtype | None, torch.dtype | None]
+
+
+WEIGHT_PLANE = PlaneSpec((torch.bfloat16, torch.float32))
+RESIDUE_PLANE = PlaneSpec((torch.int16, None))
+GRAD_PLANE = PlaneSpec((torch.bfloat16, torch.float32))
+FP32_PLANE = PlaneSpec((torch.float32, torch.float32))
+
+
+class Plane:
+    """One plane of one unit over a flat byte buffer: typed section views, parameter views, spans.
+
+    ``buffer`` is a uint8 tensor [>= layout.bytes(spec)] at any place (host plane, slot, slab, accumulator); the plane owns no memory.
+    """
+
+    __slots__ = ("buffer", "layout", "sections", "spec")
+
+    def __init__(self, layout: Layout, spec: PlaneSpec, buffer: Tensor) -> None:
+        needed = layout.bytes(spec)
+        assert buffer.dtype == torch.uint8 and buffer.numel() >= needed, "buffer too small for its plane"
+        self.layout = layout
+        self.spec = spec
+        self.buffer = buffer[:needed]
+        self.sections: dict[torch.dtype, Tensor] = {}
+        cursor = 0
+        for section, numel, dtype in zip(SECTION_DTYPES, layout.section_numel, spec.dtypes, strict=True):
+            if dtype is not None and numel:
+                end = cursor + numel * dtype.itemsize
+                self.sections[section] = self.buffer[cursor:end].view(dtype)
+                cursor = end
+
+    def span(self, span: Span) -> Tensor | None:
+        """The elements of ``span``, or None where the plane has no such section."""
+        section = self.sections.get(span.dtype)
+        return None if section is None else section[span.start : span.stop]
+
+    def view(self, entry: Entry) -> Tensor:
+        """The parameter ``entry`` in its own shape."""
+        return self.sections[entry.dtype][entry.offset : entry.offset + entry.numel].view(entry.shape)
+
+    def views(self) -> list[Tensor]:
+        return [self.view(entry) for entry in self.layout.entries]
+
+    def tensors(self) -> Sequence[Tensor]:
+        return tuple(self.sections.values())
+
+
+def _aligned(numel: int) -> int:
+    return -(-numel // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
