@@ -6,6 +6,7 @@ Readers of files (``interop``) fill these; everything below the command line tak
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 
@@ -155,3 +156,17 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+def extra_keys_allowed() -> bool:
+    """LLaMA-Factory's ALLOW_EXTRA_ARGS: unknown keys are a warning instead of an error."""
+    return _is_true("ALLOW_EXTRA_ARGS")
+
+
+def debug_requested() -> bool:
+    """LAYERFERRY_DEBUG: the command line shows the traceback of a user error too."""
+    return _is_true("LAYERFERRY_DEBUG")
+
+
+def _is_true(name: str) -> bool:
+    return os.environ.get(name, "").strip().lower() in {"1", "true", "y", "yes", "on"}
