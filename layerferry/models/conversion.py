@@ -63,7 +63,7 @@ class ModelFacts:
 
 
 def _aliases(model: Any, tensors: dict[str, Tensor]) -> dict[str, tuple[str, ...]]:
-    """The names under which one tensor is in the model, per name; from what is the same object and from what the family declares."""
+    """All names of the tensor behind each name: one object under several names, or declared tied by the family."""
     sets: dict[str, set[str]] = {name: {name} for name in tensors}
 
     def join(first: str, second: str) -> None:
@@ -132,7 +132,8 @@ def convert(group: Group, read: Callable[[str], Tensor], facts: ModelFacts) -> d
         raise
     except (RuntimeError, ValueError, IndexError, KeyError, TypeError) as error:
         named = ", ".join(part.name for part in group.parts[:3])
-        raise CheckpointError(f"{group.first_target}: cannot be made of {len(group.parts)} tensors ({named} ...): {error}") from error
+        count = len(group.parts)
+        raise CheckpointError(f"{group.first_target}: cannot be made of {count} tensors ({named} ...): {error}") from error
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 

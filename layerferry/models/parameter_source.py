@@ -84,7 +84,7 @@ class ParameterSource:
         return tuple(part.name for part in self._needed(name).parts)
 
     def load(self, name: str) -> Tensor:
-        """The value of ``name`` in the model's shape, in the checkpoint's precision, @host, contiguous, with memory of its own."""
+        """The value of ``name``: the model's shape, the checkpoint's precision, @host, contiguous, memory of its own."""
         group = self._needed(name)
         value = self._run(group, name)
         for alias in self.facts.aliases[name]:
@@ -184,7 +184,7 @@ class ParameterSource:
         ]
         if missing:
             raise CheckpointError(
-                f"{self.folder.path}: {len(missing)} of {len(self.facts.tensors)} tensors of the model are not in the checkpoint: "
+                f"{self.folder.path}: {len(missing)} of the model's {len(self.facts.tensors)} tensors are not in the checkpoint: "
                 f"{_listing(missing)}."
             )
 
@@ -196,7 +196,8 @@ def _warn_of_unexpected(folder: TensorFolder, model: Any, unexpected: list[str])
     assert ignorable is not None
     left = [name for name in unexpected if not ignorable.search(name)]
     if left:
-        warnings.warn(f"{folder.path}: {len(left)} tensors have no place in the model and are not read: {_listing(left)}.", stacklevel=3)
+        text = f"{folder.path}: {len(left)} tensors have no place in the model and are not read: {_listing(left)}."
+        warnings.warn(text, stacklevel=3)
 
 
 def _patterns(patterns: Any) -> re.Pattern[str] | None:

@@ -41,8 +41,8 @@ def fill(
 ) -> None:
     """Call ``set_parameter(name, value)`` on this thread for every name, in the given order; ``value`` is @host, finite.
 
-    ``read_ahead_bytes`` bounds what is in flight beside the parameter that is being set (the bytes of one unit are enough; 0 reads
-    one at a time). ``progress(name, done_bytes, total_bytes)`` is called after each parameter.
+    ``read_ahead_bytes`` bounds what is in flight beside the parameter that is being set (one unit's bytes are enough; 0 reads one
+    at a time). ``progress(name, done_bytes, total_bytes)`` is called after each parameter.
     """
     wanted = list(names)
     sizes = {name: source.num_bytes(name) for name in wanted}
@@ -78,4 +78,4 @@ def check_finite(name: str, value: Tensor) -> None:
         return
     low, high = torch.aminmax(value)
     if not bool(torch.isfinite(low) & torch.isfinite(high)):
-        raise CheckpointError(f"{name}: the checkpoint has a value that is not finite (minimum {low.item()}, maximum {high.item()}).")
+        raise CheckpointError(f"{name}: the checkpoint has inf or NaN in it (minimum {low.item()}, maximum {high.item()}).")

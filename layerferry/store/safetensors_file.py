@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -145,14 +145,15 @@ class CheckpointFolder:
 
 
 def read_header(file: Path) -> list[TensorEntry]:
-    """The tensors of one safetensors file in the order of their bytes, once the header agrees with itself and with the file's size."""
+    """The tensors of one file in the order of their bytes; the header must agree with itself and with the file's size."""
     try:
         file_bytes = file.stat().st_size
         with file.open("rb") as stream:
             prefix = stream.read(8)
             header_bytes = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or header_bytes > MAX_HEADER_BYTES or 8 + header_bytes > file_bytes:
-                raise CheckpointError(f"{file}: {file_bytes} bytes with a header of {header_bytes}: truncated or no safetensors file.")
+                found = f"{file_bytes} bytes, header of {header_bytes}"
+                raise CheckpointError(f"{file}: {found}: truncated or no safetensors file.")
             text = stream.read(header_bytes)
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror}.") from error
@@ -183,20 +184,21 @@ def _entry(file: Path, name: str, value: object, data_begin: int) -> TensorEntry
     dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
         raise CheckpointError(f"{file}: tensor {name!r} has unknown dtype {dtype_name!r}; known: {', '.join(DTYPES)}.")
-    if not _counts(shape):
+    if not _is_counts(shape):
         raise CheckpointError(f"{file}: tensor {name!r} has the shape {shape!r}.")
-    if not _counts(offsets) or len(offsets) != 2:
+    if not _is_counts(offsets) or len(offsets) != 2:
         raise CheckpointError(f"{file}: tensor {name!r} has the data_offsets {offsets!r}.")
     num_bytes = prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != num_bytes:
+        given = offsets[1] - offsets[0]
         raise CheckpointError(
-            f"{file}: tensor {name!r} of shape {shape} in {dtype_name} needs {num_bytes} bytes, its offsets give {offsets[1] - offsets[0]}."
+            f"{file}: tensor {name!r}, {dtype_name} {shape}, needs {num_bytes} bytes, its offsets give {given}."
         )
     begin = data_begin + offsets[0]
     return TensorEntry(name=name, dtype=dtype, shape=tuple(shape), file=file, begin=begin, num_bytes=num_bytes)
 
 
-def _counts(value: Any) -> bool:
+def _is_counts(value: object) -> TypeGuard[list[int]]:
     """Whether ``value`` is a list of whole numbers, none negative or beyond 64 bits (JSON's true is no number)."""
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
 
@@ -216,7 +218,8 @@ def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
     files = sorted(set(promised.values()))
     missing = [name for name in files if not (path / name).is_file()]
     if missing:
-        raise CheckpointError(f"{index}: {len(missing)} of {len(files)} shards are missing: {', '.join(missing[:5])}. Download them.")
+        counts = f"{len(missing)} of {len(files)}"
+        raise CheckpointError(f"{index}: {counts} shards are missing: {', '.join(missing[:5])}. Download them.")
     return [path / name for name in files], promised
 
 
@@ -227,7 +230,7 @@ def _nothing_found(path: Path) -> str:
         return f"{path}: {len(shards)} safetensors files ({shards[0]} ...) but neither {SINGLE_FILE} nor {INDEX_FILE}."
     if pickled:
         return (
-            f"{path}: only pickled weights ({pickled[0]}), which can run code when read. Convert them where you trust the source: "
+            f"{path}: only pickled weights ({pickled[0]}), which can run code when read. If you trust them, convert them: "
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)."
         )
     return f"{path}: no {SINGLE_FILE} or {INDEX_FILE}."
@@ -243,7 +246,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise CheckpointError(f"{index}: no weight_map.")
     for name, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(".safetensors") or "/" in file or "\\" in file or "\0" in file:
-            raise CheckpointError(f"{index}: tensor {name!r} is said to be in {file!r}, which is no .safetensors file of this folder.")
+            raise CheckpointError(f"{index}: tensor {name!r} is said to be in {file!r}: no .safetensors file of this folder.")
     return weight_map
 
 
@@ -272,7 +275,7 @@ def _read_bytes(entry: TensorEntry, begin: int, num_bytes: int) -> Tensor:
         descriptor = os.open(entry.file, os.O_RDONLY)
         try:
             position = 0
-            for piece in _pieces(memoryview(buffer.numpy())):
+            for piece in _pieces(bytes_of(buffer)):
                 while piece:
                     done = os.preadv(descriptor, [piece], begin + position)
                     if done == 0:
@@ -284,6 +287,12 @@ def _read_bytes(entry: TensorEntry, begin: int, num_bytes: int) -> Tensor:
     except OSError as error:
         raise CheckpointError(f"{entry.file}: tensor {entry.name!r} cannot be read: {error.strerror}.") from error
     return buffer
+
+
+def bytes_of(flat: Tensor) -> memoryview:
+    """The memory of a contiguous uint8 vector @host, for reading into and writing from."""
+    assert flat.dtype == torch.uint8 and flat.is_contiguous()
+    return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy's stubs do not say that an array is a buffer
 
 
 def _pieces(view: memoryview) -> Iterator[memoryview]:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from layerferry.errors import CheckpointError
-from layerferry.store.safetensors_file import DTYPES, INDEX_FILE, SINGLE_FILE
+from layerferry.store.safetensors_file import DTYPES, INDEX_FILE, SINGLE_FILE, bytes_of
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -85,7 +85,8 @@ def write_pretrained(
         _flush_folder(path)
     except OSError as error:
         reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
-        raise CheckpointError(f"{path}: {reason}; the weights need {_gib(total_bytes)}. Files of an earlier export are untouched.") from error
+        text = f"{path}: {reason}; the weights need {_gib(total_bytes)}. Files of an earlier export are untouched."
+        raise CheckpointError(text) from error
     finally:
         for file in temporary.values():
             file.unlink(missing_ok=True)
@@ -163,11 +164,10 @@ def _write_shard(file: Path, header: bytes, shard: list[TensorToWrite]) -> None:
 def _write_tensor(stream: BinaryIO, tensor: TensorToWrite) -> None:
     made = tensor.make().detach()
     if tuple(made.shape) != tuple(tensor.shape) or made.dtype != tensor.dtype:
-        raise CheckpointError(
-            f"tensor {tensor.name!r} was announced as {tuple(tensor.shape)} {tensor.dtype}, made as {tuple(made.shape)} {made.dtype}."
-        )
+        announced = f"{tuple(tensor.shape)} {tensor.dtype}"
+        raise CheckpointError(f"tensor {tensor.name!r} was announced as {announced}, made as {tuple(made.shape)} {made.dtype}.")
     flat = made.cpu().contiguous().reshape(-1).view(torch.uint8) if made.numel() else torch.empty(0, dtype=torch.uint8)
-    _write_all(stream, memoryview(flat.numpy()))
+    _write_all(stream, bytes_of(flat))
 
 
 def _write_all(stream: BinaryIO, view: memoryview) -> None:
