@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
+
+RESUME_NEWEST = "newest"
+RESUME_NEVER = "never"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +102,8 @@ class TrainConfig:
     output_dir: str = "outputs"
     overwrite_output_dir: bool = False
     resume_from_checkpoint: str | None = None
+    """A checkpoint folder. RESUME_NEWEST: the newest in output_dir, which must be there; RESUME_NEVER: start anew.
+    None, as LLaMA-Factory does: the newest in output_dir where there is one, unless overwrite_output_dir."""
     do_train: bool = True
     do_eval: bool = False
     per_device_train_batch_size: int = 8
@@ -106,14 +112,22 @@ class TrainConfig:
     num_train_epochs: float = 3.0
     max_steps: int = -1
     logging_steps: float = 500
+    """Steps between log lines; below 1 a share of all steps. So too save_steps and eval_steps."""
+    logging_first_step: bool = False
+    logging_dir: str | None = None
+    """Folder of TensorBoard's files; None: runs/ in output_dir."""
+    disable_tqdm: bool | None = None
+    """True: a plain log even on a terminal."""
     save_strategy: str = "steps"
     save_steps: float = 500
     save_total_limit: int | None = None
     save_only_model: bool = False
     eval_strategy: str = "no"
     eval_steps: float | None = None
+    """None: as logging_steps."""
     plot_loss: bool = False
     report_to: tuple[str, ...] = ()
+    """tensorboard, wandb."""
     run_name: str | None = None
     seed: int = 42
     data_seed: int | None = None
@@ -145,6 +159,8 @@ class EngineConfig:
     compile: bool | None = None
     """None: on for CUDA, off elsewhere."""
     optimizer_threads: int | None = None
+    timeline: str | None = None
+    """File that receives what every lane did when (Chrome trace format)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +174,44 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatConfig:
+    """One conversation: the model, its template, and how tokens are drawn (LLaMA-Factory's generating defaults)."""
+
+    model: ModelConfig
+    template: str | None = None
+    """A LLaMA-Factory template name; None and auto: the model folder's own chat template."""
+    default_system: str | None = None
+    enable_thinking: bool | None = True
+    infer_backend: str = "huggingface"
+    infer_dtype: str = "auto"
+    do_sample: bool = True
+    """False: always the likeliest token."""
+    temperature: float = 0.95
+    top_p: float = 0.7
+    top_k: int = 50
+    num_beams: int = 1
+    max_length: int = 1024
+    max_new_tokens: int = 1024
+    """Tokens of an answer, at most; wins over max_length."""
+    repetition_penalty: float = 1.0
+    length_penalty: float = 1.0
+    skip_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportConfig:
+    """A model folder in, a model folder out."""
+
+    model: ModelConfig
+    export_dir: str
+    export_size: int = 5
+    """GB (10^9 bytes) a shard."""
+    infer_dtype: str = "auto"
+    """auto (as it is), float16, bfloat16, float32."""
+    template: str | None = None
+
+
 def extra_keys_allowed() -> bool:
     """LLaMA-Factory's ALLOW_EXTRA_ARGS: unknown keys are a warning instead of an error."""
     return _is_true("ALLOW_EXTRA_ARGS")
@@ -166,6 +220,20 @@ def extra_keys_allowed() -> bool:
 def debug_requested() -> bool:
     """LAYERFERRY_DEBUG: the command line shows the traceback of a user error too."""
     return _is_true("LAYERFERRY_DEBUG")
+
+
+def preferred_compiler() -> str | None:
+    """CXX: the C++ compiler (and arguments) to build the native kernels with."""
+    return os.environ.get("CXX", "").strip() or None
+
+
+def cache_folder() -> Path:
+    """LAYERFERRY_CACHE, or layerferry/ in the user's cache folder: what can be built or measured again. May not exist yet."""
+    named = os.environ.get("LAYERFERRY_CACHE", "").strip()
+    if named:
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME", "").strip()
+    return (Path(base) if base else Path(os.path.expanduser("~"), ".cache")) / "layerferry"
 
 
 def _is_true(name: str) -> bool:

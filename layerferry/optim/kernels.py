@@ -1,0 +1,86 @@
+"""The seam between an optimizer and whatever computes it: AdamW over flat spans, native or in torch.
+
+``AdamWScalars`` is everything but the arrays. It is computed in double precision and rounded to fp32 once, so that every
+implementation starts from the same nine numbers. The update, one fp32 rounding per operation, in this order::
+
+    scaled = grad * grad_scale
+    m = beta1 * m + one_minus_beta1 * scaled                   # |m| below the smallest normal number becomes 0
+    v = beta2 * v + (one_minus_beta2 * scaled) * scaled        # likewise
+    master = master - (step_size * (m / (sqrt(v) * rsqrt_bias_correction2 + eps)) + decay * master)
+
+It is AdamW (Loshchilov & Hutter) with the bias corrections folded into two numbers. Decay and update are summed before they meet
+the master: one rounding of the master instead of two, so a decay below half an ulp (lr 1e-6) is not lost beside a larger update.
+Implementations: ``native_kernels.py`` (C++), ``reference.py`` (torch); ``tests/optim/test_kernels.py`` holds them equal.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamWScalars:
+    """The fp32 numbers of one update; field order is the struct of ``native/adamw.cpp``."""
+
+    grad_scale: float
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    rsqrt_bias_correction2: float
+    eps: float
+    step_size: float
+    decay: float
+
+    @classmethod
+    def of(
+        cls, *, lr: float, step: int, grad_scale: float, betas: tuple[float, float], eps: float, weight_decay: float
+    ) -> AdamWScalars:
+        """Of step number ``step`` (from 1)."""
+        assert step >= 1, "optimizer steps are counted from 1"
+        beta1, beta2 = betas
+        return cls(
+            grad_scale=grad_scale,
+            beta1=beta1,
+            one_minus_beta1=1.0 - beta1,
+            beta2=beta2,
+            one_minus_beta2=1.0 - beta2,
+            rsqrt_bias_correction2=1.0 / math.sqrt(1.0 - beta2**step),
+            eps=eps,
+            step_size=lr / (1.0 - beta1**step),
+            decay=lr * weight_decay,
+        )
+
+
+class Kernels(Protocol):
+    """AdamW over flat, contiguous tensors of one length, in place; and the two casts of the split master.
+
+    ``weight`` bf16 and ``residue`` int16 are the split master; ``exp_avg`` and ``exp_avg_sq`` fp32. All at one place.
+    """
+
+    def adamw_split(
+        self,
+        weight: Tensor,
+        residue: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        scalars: AdamWScalars,
+        threads: int,
+    ) -> None:
+        """``grad`` bf16 or fp32."""
+
+    def adamw_fp32(
+        self, weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: AdamWScalars, threads: int
+    ) -> None:
+        """``weight`` and ``grad`` fp32."""
+
+    def split(self, master: Tensor, weight: Tensor, residue: Tensor, threads: int) -> None:
+        """``master`` fp32 into ``weight`` and ``residue``: ``master.split_master``, in place."""
+
+    def join(self, weight: Tensor, residue: Tensor, master: Tensor, threads: int) -> None:
+        """``weight`` and ``residue`` into ``master``: ``master.join_master``, in place."""

@@ -1,0 +1,100 @@
+"""Which kernels this process uses: the prebuilt library, one from the cache, one compiled now, or torch. Never a failure.
+
+What opens is believed only after a few hundred values agree with the torch reference bit for bit. Where nothing can be built
+(no compiler, a compiler that fails) training goes on in torch, and one warning says so.
+Checked by ``tests/optim/test_load.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from layerferry.config import cache_folder
+from layerferry.optim.build import NATIVE_FOLDER, BuildError, cache_key, compile_native, intact_libraries, source_key
+from layerferry.optim.kernels import AdamWScalars, Kernels
+from layerferry.optim.native_kernels import NativeKernels
+from layerferry.optim.reference import ReferenceKernels
+
+log = logging.getLogger(__name__)
+
+
+@functools.cache
+def load_kernels() -> Kernels:
+    """The native kernels, or the torch reference with one warning."""
+    try:
+        return _load_native()
+    except (BuildError, OSError) as error:
+        log.warning("AdamW runs in plain torch, several times slower than the native kernels: %s", error)
+        return ReferenceKernels()
+
+
+def self_check(kernels: Kernels) -> bool:
+    """Do ``kernels`` agree with the torch reference on a few hundred values of every kind, two threads, bit for bit?"""
+    generator = torch.Generator().manual_seed(0)
+    numel = 391
+    master = torch.randn(numel, generator=generator) * torch.logspace(-30, 3, numel)
+    grad = torch.randn(numel, generator=generator) * torch.logspace(-12, 6, numel)
+    scalars = AdamWScalars.of(lr=1e-3, step=7, grad_scale=0.37, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    got, wanted = _trial(kernels, master, grad, scalars), _trial(ReferenceKernels(), master, grad, scalars)
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, wanted, strict=True))
+
+
+def _trial(kernels: Kernels, master: torch.Tensor, grad: torch.Tensor, scalars: AdamWScalars) -> tuple[torch.Tensor, ...]:
+    """Every kernel once, on moments that the one before has left."""
+    exp_avg, exp_avg_sq = torch.zeros_like(master), torch.zeros_like(master)
+    weight, residue = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
+    joined, plain = torch.empty_like(master), master.clone()
+    kernels.split(master, weight, residue, threads=2)
+    kernels.adamw_split(weight, residue, grad.bfloat16(), exp_avg, exp_avg_sq, scalars, threads=2)
+    kernels.adamw_split(weight, residue, grad, exp_avg, exp_avg_sq, scalars, threads=2)
+    kernels.adamw_fp32(plain, grad, exp_avg, exp_avg_sq, scalars, threads=2)
+    kernels.join(weight, residue, joined, threads=2)
+    return (weight, residue, exp_avg, exp_avg_sq, joined, plain)
+
+
+def _load_native() -> Kernels:
+    """Prebuilt, cached, or compiled now; the last for this process alone where the cache cannot be written."""
+    prebuilt = _checked(intact_libraries(NATIVE_FOLDER, source_key()))
+    if prebuilt is not None:
+        return prebuilt
+    key = cache_key()
+    with _writable_folder() as folder:
+        kernels = _checked(intact_libraries(folder, key)) or _checked([compile_native(folder, key=key)])
+        if kernels is None:
+            raise BuildError("the compiler's work does not agree with the reference, or cannot be opened")
+        return kernels
+
+
+def _checked(libraries: Iterable[Path]) -> Kernels | None:
+    for library in libraries:
+        try:
+            kernels = NativeKernels(library)
+        except (OSError, AttributeError):
+            continue  # another architecture, a missing OpenMP runtime
+        if self_check(kernels):
+            return kernels
+    return None
+
+
+@contextmanager
+def _writable_folder() -> Iterator[Path]:
+    """The user's cache folder; where that cannot be written, one that lasts until the library is open."""
+    folder = cache_folder() / "native"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        usable = os.access(folder, os.W_OK)
+    except OSError:
+        usable = False
+    if usable:
+        yield folder
+    else:
+        with tempfile.TemporaryDirectory(prefix="layerferry-") as temporary:
+            yield Path(temporary)

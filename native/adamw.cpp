@@ -1,0 +1,197 @@
+// AdamW over (pointer, count): one pass over all planes of a span, C ABI, no Python or torch headers.
+//
+// What for: the step is bound by memory traffic, so everything that touches a parameter (clip coefficient, moments, bias
+// corrections, weight decay, the cast back to bf16) belongs to one pass. `layerferry/optim/reference.py` is the same arithmetic in
+// torch, operation by operation; `tests/optim/test_kernels.py` holds the two to the same bits, for every clone below.
+//
+// Numbers. fp32 throughout, one rounding per written operation: built with -ffp-contract=off, because a fused multiply-add in some
+// clones only would make the bits depend on the CPU. A master weight is kept as two planes: `weight`, its bf16 value rounded half up
+// on the bits, and `residue`, the signed 16-bit rest; master bits = (weight << 16) + residue, exact for every value. NaN becomes the
+// one quiet NaN first, since rounding an all-ones NaN up would wrap to -0.0. Moments below the smallest normal number are stored as
+// zero: a row that gets one gradient and never another would otherwise crawl through denormals for ever, many times slower.
+//
+// What it leaves out: prefetching and non-temporal stores (every array but the gradient is read and written in place), NUMA.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+// One library serves every x86-64: the loader picks the clone. Feature levels, not CPU names, or AMD would miss them.
+// The tests define LAYERFERRY_NO_CLONES and build one level at a time.
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && !defined(LAYERFERRY_NO_CLONES)
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define CLONES
+#endif
+
+// Mirrors AdamWScalars in layerferry/optim/kernels.py: computed there in double, rounded to fp32 once.
+struct Scalars {
+    float grad_scale;
+    float beta1;
+    float one_minus_beta1;
+    float beta2;
+    float one_minus_beta2;
+    float rsqrt_bias_correction2;
+    float eps;
+    float step_size;
+    float decay;
+};
+
+namespace {
+
+constexpr int64_t kAlignElements = 128;    // threads begin on 256-byte boundaries of the narrowest plane
+constexpr int64_t kMinPerThread = 1 << 14;  // fewer elements than this do not pay for waking a thread
+constexpr float kSmallestNormal = 1.17549435e-38f;
+constexpr uint32_t kQuietNan = 0x7fc00000u;
+
+inline float from_bits(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline uint32_t to_bits(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+inline float widen(uint16_t bf16) { return from_bits(static_cast<uint32_t>(bf16) << 16); }
+inline float widen(float value) { return value; }
+
+inline float join(uint16_t weight, int16_t residue) {
+    return from_bits((static_cast<uint32_t>(weight) << 16) + static_cast<uint32_t>(static_cast<int32_t>(residue)));
+}
+
+inline void split(float master, uint16_t &weight, int16_t &residue) {
+    const uint32_t bits = master == master ? to_bits(master) : kQuietNan;
+    const uint32_t high = (bits + 0x8000u) >> 16;
+    weight = static_cast<uint16_t>(high);
+    residue = static_cast<int16_t>(static_cast<uint16_t>(bits - (high << 16)));
+}
+
+inline float without_denormals(float value) { return std::fabs(value) < kSmallestNormal ? 0.0f : value; }
+
+// The update itself: moments in place, the new master returned.
+inline float adamw(float master, float grad, float &exp_avg, float &exp_avg_sq, const Scalars &s) {
+    const float scaled = grad * s.grad_scale;
+    const float m = without_denormals(s.beta1 * exp_avg + s.one_minus_beta1 * scaled);
+    const float v = without_denormals(s.beta2 * exp_avg_sq + s.one_minus_beta2 * scaled * scaled);
+    exp_avg = m;
+    exp_avg_sq = v;
+    const float denominator = std::sqrt(v) * s.rsqrt_bias_correction2 + s.eps;
+    return master - (s.step_size * (m / denominator) + s.decay * master);
+}
+
+// Ranges: the loops that are vectorised and cloned. Arguments by value and __restrict__, so that nothing is reloaded.
+
+CLONES void split_bf16_range(uint16_t *__restrict__ weight, int16_t *__restrict__ residue, const uint16_t *__restrict__ grad,
+                             float *__restrict__ exp_avg, float *__restrict__ exp_avg_sq, int64_t count, const Scalars s) {
+    for (int64_t i = 0; i < count; ++i)
+        split(adamw(join(weight[i], residue[i]), widen(grad[i]), exp_avg[i], exp_avg_sq[i], s), weight[i], residue[i]);
+}
+
+CLONES void split_fp32_range(uint16_t *__restrict__ weight, int16_t *__restrict__ residue, const float *__restrict__ grad,
+                             float *__restrict__ exp_avg, float *__restrict__ exp_avg_sq, int64_t count, const Scalars s) {
+    for (int64_t i = 0; i < count; ++i)
+        split(adamw(join(weight[i], residue[i]), widen(grad[i]), exp_avg[i], exp_avg_sq[i], s), weight[i], residue[i]);
+}
+
+CLONES void fp32_range(float *__restrict__ weight, const float *__restrict__ grad, float *__restrict__ exp_avg,
+                       float *__restrict__ exp_avg_sq, int64_t count, const Scalars s) {
+    for (int64_t i = 0; i < count; ++i) weight[i] = adamw(weight[i], grad[i], exp_avg[i], exp_avg_sq[i], s);
+}
+
+CLONES void split_range(const float *__restrict__ master, uint16_t *__restrict__ weight, int16_t *__restrict__ residue,
+                        int64_t count) {
+    for (int64_t i = 0; i < count; ++i) split(master[i], weight[i], residue[i]);
+}
+
+CLONES void join_range(const uint16_t *__restrict__ weight, const int16_t *__restrict__ residue, float *__restrict__ master,
+                       int64_t count) {
+    for (int64_t i = 0; i < count; ++i) master[i] = join(weight[i], residue[i]);
+}
+
+CLONES void ceiling_range(uint16_t *__restrict__ weight, int16_t *__restrict__ residue, const uint16_t *__restrict__ grad,
+                          float *__restrict__ exp_avg, float *__restrict__ exp_avg_sq, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+        weight[i] = static_cast<uint16_t>(weight[i] ^ grad[i]);
+        residue[i] = static_cast<int16_t>(residue[i] ^ 1);
+        exp_avg[i] = exp_avg[i] + 1.0f;
+        exp_avg_sq[i] = exp_avg_sq[i] + 1.0f;
+    }
+}
+
+// One contiguous range per thread; every update is elementwise, so the cut never changes a bit.
+template <typename Range>
+void parallel(int64_t count, int threads, const Range &range) {
+#ifdef _OPENMP
+    const int64_t useful = count / kMinPerThread + 1;
+    const int team = static_cast<int>(threads < useful ? threads : useful);
+    if (team > 1) {
+#pragma omp parallel num_threads(team)
+        {
+            const int64_t members = omp_get_num_threads(), member = omp_get_thread_num();
+            const int64_t blocks = (count + kAlignElements - 1) / kAlignElements;
+            const int64_t start = blocks * member / members * kAlignElements;
+            const int64_t stop = member + 1 == members ? count : blocks * (member + 1) / members * kAlignElements;
+            range(start, stop - start);
+        }
+        return;
+    }
+#else
+    (void)threads;
+#endif
+    range(0, count);
+}
+
+}  // namespace
+
+extern "C" {
+
+void layerferry_adamw_split_bf16(uint16_t *weight, int16_t *residue, const uint16_t *grad, float *exp_avg, float *exp_avg_sq,
+                                 int64_t count, const Scalars *scalars, int threads) {
+    parallel(count, threads, [=](int64_t start, int64_t length) {
+        split_bf16_range(weight + start, residue + start, grad + start, exp_avg + start, exp_avg_sq + start, length, *scalars);
+    });
+}
+
+void layerferry_adamw_split_fp32(uint16_t *weight, int16_t *residue, const float *grad, float *exp_avg, float *exp_avg_sq,
+                                 int64_t count, const Scalars *scalars, int threads) {
+    parallel(count, threads, [=](int64_t start, int64_t length) {
+        split_fp32_range(weight + start, residue + start, grad + start, exp_avg + start, exp_avg_sq + start, length, *scalars);
+    });
+}
+
+void layerferry_adamw_fp32(float *weight, const float *grad, float *exp_avg, float *exp_avg_sq, int64_t count,
+                           const Scalars *scalars, int threads) {
+    parallel(count, threads, [=](int64_t start, int64_t length) {
+        fp32_range(weight + start, grad + start, exp_avg + start, exp_avg_sq + start, length, *scalars);
+    });
+}
+
+void layerferry_split(const float *master, uint16_t *weight, int16_t *residue, int64_t count, int threads) {
+    parallel(count, threads, [=](int64_t start, int64_t length) {
+        split_range(master + start, weight + start, residue + start, length);
+    });
+}
+
+void layerferry_join(const uint16_t *weight, const int16_t *residue, float *master, int64_t count, int threads) {
+    parallel(count, threads, [=](int64_t start, int64_t length) {
+        join_range(weight + start, residue + start, master + start, length);
+    });
+}
+
+// The bytes of layerferry_adamw_split_bf16 (26 per parameter: 14 read, 12 written, in place) with next to no arithmetic:
+// what the memory can give for this access pattern. For benchmarks/adamw.py.
+void layerferry_ceiling(uint16_t *weight, int16_t *residue, const uint16_t *grad, float *exp_avg, float *exp_avg_sq, int64_t count,
+                        int threads) {
+    parallel(count, threads, [=](int64_t start, int64_t length) {
+        ceiling_range(weight + start, residue + start, grad + start, exp_avg + start, exp_avg_sq + start, length);
+    });
+}
+
+}  // extern "C"
