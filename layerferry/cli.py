@@ -163,7 +163,9 @@ def _chat(arguments: argparse.Namespace, rest: list[str]) -> int:
 
     _log_to_stderr()
     path, overrides = _config_and_overrides(rest)
-    chat(chat_options(path, overrides, greedy=arguments.greedy, system=arguments.system), prompt=arguments.prompt)
+    if arguments.greedy:
+        overrides.append("do_sample=false")
+    chat(chat_options(path, overrides), system=arguments.system, prompt=arguments.prompt)
     return 0
 
 
