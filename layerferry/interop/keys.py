@@ -3,10 +3,10 @@
 The table is data (``keys.tsv``, one line a key) because it is read by three: the reader of configuration files, the page in the
 documentation, and the reviewer who wants to know what happens to a key. Columns:
 
-type      str, int, float, bool, list (a comma string too), dict (JSON text too), size (60GiB, 24GB, bytes), any; ``?``: null means something
+type      str, int, float, bool, list (a comma string too), dict (JSON text too), size (60GiB, 24GB, bytes), any; ``?``: or null
 default   LLaMA-Factory's, as YAML
 status    honoured · replaced (one info line) · harmless (no effect here, silent) · refused (unless it is the default)
-field     section.name in ``config.py``; without a dot: another name of that key
+field     section.name in ``config.py``; empty where the reader combines several keys; without a dot: another name of that key
 accepts   the values that are honoured, where they are few
 bounds    least:most, either may be absent
 note      why, or what instead
@@ -20,6 +20,7 @@ import csv
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 HONOURED, REPLACED, HARMLESS, REFUSED = "honoured", "replaced", "harmless", "refused"
 
@@ -34,8 +35,18 @@ GROUPS = {
 }
 
 NESTED_SCHEMA = frozenset(
-    "batching_strategy dist_config enable_activation_checkpointing global_batch_size init_config kernel_config lr_scheduler_config "
-    "micro_batch_size model model_class optim_config peft_config quant_config sample_backend save_ckpt_as_hf train_dataset".split()
+    {
+        *(
+            "batching_strategy",
+            "dist_config",
+            "enable_activation_checkpointing",
+            "global_batch_size",
+            "init_config",
+            "kernel_config",
+        ),
+        *("lr_scheduler_config", "micro_batch_size", "model", "model_class", "optim_config", "peft_config", "quant_config"),
+        *("sample_backend", "save_ckpt_as_hf", "train_dataset"),
+    }
 )
 """Keys of LLaMA-Factory's other schema (USE_V1=1): refused by name, since a part of it would silently be left out."""
 
@@ -62,9 +73,12 @@ class Key:
 @cache
 def table() -> dict[str, Key]:
     """Every key, in the order of the file."""
-    with files(__package__).joinpath("keys.tsv").open(encoding="utf-8", newline="") as lines:
-        rows = list(csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
-    return {row["key"]: Key(**{**row, "accepts": tuple(row["accepts"].split())}) for row in rows}
+    lines = files("layerferry.interop").joinpath("keys.tsv").read_text(encoding="utf-8").splitlines()
+    found: dict[str, Key] = {}
+    for row in csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE):
+        columns: dict[str, Any] = {**row, "accepts": tuple(row["accepts"].split())}
+        found[row["key"]] = Key(**columns)
+    return found
 
 
 def markdown() -> str:
@@ -78,8 +92,8 @@ def markdown() -> str:
         "Every key that LLaMA-Factory 0.9.5 accepts, with what LayerFerry does with it: "
         + ", ".join(f"{count} {status}" for status, count in counts.items())
         + ".",
-        "*Honoured*: does what it says. *Replaced*: one line in the log says what happens instead. *Harmless*: has no effect here and",
-        "changes no result. *Refused*: an error with a hint, unless the value is the default.",
+        "*Honoured*: does what it says. *Replaced*: one line in the log says what happens instead. *Harmless*: has no effect",
+        "here and changes no result. *Refused*: an error with a hint, unless the value is the default.",
         "An unknown key is an error with a suggestion; `ALLOW_EXTRA_ARGS=1` makes it a line in the log.",
     ]
     for group, title in GROUPS.items():

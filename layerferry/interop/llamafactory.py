@@ -29,7 +29,7 @@ from layerferry.config import (
 )
 from layerferry.errors import ConfigError
 from layerferry.interop.checks import check
-from layerferry.interop.keys import HONOURED, NESTED_SCHEMA, REFUSED, REPLACED, Key, table
+from layerferry.interop.keys import NESTED_SCHEMA, REFUSED, REPLACED, Key, table
 from layerferry.interop.sources import Setting, read_settings
 from layerferry.interop.values import convert, to_bool, to_float, to_str
 
@@ -57,18 +57,13 @@ class Reading:
 
     def section(self, name: str) -> dict[str, Any]:
         """Values of the keys whose field lies in section ``name`` of the configuration, by field."""
-        fields = {
-            key.field.removeprefix(f"{name}."): value for key, value in self._honoured() if key.field.startswith(f"{name}.")
-        }
-        return {field: tuple(value) if isinstance(value, list) else value for field, value in fields.items()}
+        by_field = {table()[key].field: value for key, value in self.values.items()}
+        return {field.removeprefix(f"{name}."): value for field, value in by_field.items() if field.startswith(f"{name}.")}
 
     def model(self) -> ModelConfig:
         if not self.values.get("model_name_or_path"):
             raise self.fail("model_name_or_path", "missing: a folder with config.json, or a hub id")
         return ModelConfig(**self.section("model"))
-
-    def _honoured(self) -> list[tuple[Key, Any]]:
-        return [(table()[name], value) for name, value in self.values.items() if table()[name].status == HONOURED]
 
     def _known(self, name: str, setting: Setting) -> Key | None:
         key = table().get(name)
@@ -91,7 +86,7 @@ class Reading:
             raise ConfigError(f"{setting.where}: {key.key} is set twice: under another name at {self.where[key.key]}")
         self.where[key.key] = setting.where
         if setting.value is None:
-            if key.type.endswith("?") and key.default != "null":
+            if key.type.endswith("?") and key.default not in ("null", "none"):
                 self.values[key.key] = None  # where null is a choice of its own (enable_thinking)
             return
         try:
@@ -121,11 +116,9 @@ def read_with_notices(path: Path | None, overrides: Sequence[str]) -> tuple[Conf
         raise reading.fail("finetuning_type", "missing, and LLaMA-Factory's default is lora: set finetuning_type: full")
     data, train, engine = reading.section("data"), reading.section("train"), reading.section("engine")
     if values.get("use_cpu"):
-        if engine.get("device", "cpu") not in ("auto", "cpu"):
+        if engine.get("device", "auto") not in ("auto", "cpu"):
             raise reading.fail("use_cpu", f"contradicts device: {engine['device']}")
         engine["device"] = "cpu"
-    elif "use_cpu" in values:
-        engine["device"] = values.get("device", "auto")
     train["fp32"] = _computes_in_fp32(reading, engine.get("device", "auto"))
     train["gradient_checkpointing"] = not values.get("disable_gradient_checkpointing", False)
     if "resume_from_checkpoint" in train:
@@ -178,7 +171,9 @@ def _quoted(text: str) -> str:
 
 def _is_default(key: Key, value: Any) -> bool:
     """A value that changes nothing: the default itself, or nothing at all."""
-    return value in (False, "", 0, (), {}) or str(value).lower() == key.default.lower()
+    if isinstance(value, bool):
+        return value is (key.default == "true")
+    return value in ("", 0, (), {}) or str(value).lower() == key.default.lower()
 
 
 def _computes_in_fp32(reading: Reading, device: str) -> bool:
@@ -242,5 +237,4 @@ def _schedule(reading: Reading) -> dict[str, Any]:
     for name, value in optim.get("lr_scheduler_kwargs", {}).items():
         if not isinstance(value, int | float | str):
             raise reading.fail("lr_scheduler_kwargs", f"{name}: expected a number or text, found {value!r}")
-    optim.pop("optim", None)
     return optim
