@@ -70,7 +70,9 @@ class SavedCheckpoint:
         outlines = self._convert(group, on_meta)
         made = _Made(lambda: self._convert(group, read), tuple(outlines))
         for name, outline in outlines.items():
-            yield TensorToWrite(name, tuple(outline.shape), outline.dtype, made.maker(name))
+            # Views of one storage count as one piece when transformers cuts shards.
+            block = f"{group.first_target} {outline.untyped_storage()._cdata}"
+            yield TensorToWrite(name, tuple(outline.shape), outline.dtype, made.maker(name), block)
 
     def _convert(self, group: Group, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
         tensors = convert(group, read, self.facts)

@@ -99,7 +99,7 @@ class DequantisedFolder:
         hidden: set[str] = set()
         for name in folder.names:
             self._refuse_unknown(name)
-            if name.endswith(_BLOCKS) and name.removesuffix(_BLOCKS) + _SCALES in present:
+            if self._is_mxfp4(name, present):
                 plain = name.removesuffix(_BLOCKS)
                 self._blocks_of[plain] = name
                 hidden |= {name, plain + _SCALES}
@@ -147,6 +147,19 @@ class DequantisedFolder:
         except ValueError as error:
             raise CheckpointError(f"{self.where(name)}: {name}: {error}.") from error
         return self._folder.read(name)
+
+    def _is_mxfp4(self, name: str, present: set[str]) -> bool:
+        scales = name.removesuffix(_BLOCKS) + _SCALES
+        if not name.endswith(_BLOCKS) or scales not in present:
+            return False
+        shapes = self._folder.shape(name), self._folder.shape(scales)
+        if (
+            {self._folder.dtype(name), self._folder.dtype(scales)} != {torch.uint8}
+            or len(shapes[0]) != 4
+            or shapes[1] != shapes[0][:3]
+        ):
+            raise CheckpointError(f"{self.where(name)}: {name} {shapes[0]} with scales {shapes[1]} is no MXFP4 weight.")
+        return True
 
     def _find_scale(self, name: str, present: set[str]) -> str:
         for suffix in _SCALE_SUFFIXES:

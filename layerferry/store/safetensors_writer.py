@@ -40,6 +40,8 @@ class TensorToWrite(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     make: Callable[[], Tensor]
+    block: str | None = None
+    """Tensors with the same block stay in one shard: transformers never parts the experts that it split from one parameter."""
 
     @property
     def num_bytes(self) -> int:
@@ -94,23 +96,32 @@ def write_pretrained(
 
 
 def split_into_shards(tensors: Iterable[TensorToWrite], max_shard_bytes: int) -> list[list[TensorToWrite]]:
-    """Cut where ``save_pretrained`` does: in order and greedily, but a tensor above the bound has a shard of its own."""
+    """Cut where ``save_pretrained`` does: blocks in order and greedily, but one above the bound has a shard of its own."""
     shards: list[list[TensorToWrite]] = []
     current: list[TensorToWrite] = []
     current_bytes = 0
-    for tensor in tensors:
-        if tensor.num_bytes > max_shard_bytes:
-            shards.append([tensor])
+    for block in _blocks(tensors):
+        block_bytes = sum(tensor.num_bytes for tensor in block)
+        if block_bytes > max_shard_bytes:
+            shards.append(block)
             continue
-        if current_bytes + tensor.num_bytes > max_shard_bytes:
+        if current_bytes + block_bytes > max_shard_bytes:
             shards.append(current)
             current, current_bytes = [], 0
-        current.append(tensor)
-        current_bytes += tensor.num_bytes
+        current = current + block
+        current_bytes += block_bytes
     if current:
         shards.append(current)
     # Wide elements first, as in the library: every tensor is then aligned to its element, whatever is read in place.
     return [sorted(shard, key=lambda tensor: -tensor.dtype.itemsize) for shard in shards]
+
+
+def _blocks(tensors: Iterable[TensorToWrite]) -> list[list[TensorToWrite]]:
+    """Tensors of one block together, in the order of their first; the others alone."""
+    blocks: dict[str, list[TensorToWrite]] = {}
+    for tensor in tensors:
+        blocks.setdefault(tensor.block or f"tensor {tensor.name}", []).append(tensor)
+    return list(blocks.values())
 
 
 def _file_names(num_shards: int) -> tuple[str, ...]:

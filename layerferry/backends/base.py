@@ -1,0 +1,92 @@
+"""The narrow seam between the engine and a device.
+
+A device has three lanes (upload, compute, download) that run beside each other, and fences between them. A lane runs its work in
+the order it was given; nothing else is promised. ``HOST`` stands for the calling thread, so that updates on the CPU take part
+in the same order. Everything that the engine knows of streams and events is in this protocol.
+
+``cpu`` is the truth: every call has happened when it returns. ``cuda`` is an optimisation of it. ``chaos`` is ``cpu`` with
+copies that land late and with every missing fence reported. Checked by ``tests/backends``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Lane(Enum):
+    """Where work is queued."""
+
+    UPLOAD = "upload"
+    COMPUTE = "compute"
+    DOWNLOAD = "download"
+    HOST = "host"
+
+
+class Fence(Protocol):
+    """A point in a lane. Everything queued on the lane before it has happened once it is passed."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the fence is passed."""
+        ...
+
+
+class Backend(Protocol):
+    """A device with lanes. Methods may be called from any thread."""
+
+    name: str
+    device: torch.device
+
+    def host_buffer(self, num_bytes: int, *, travels: bool) -> Tensor:
+        """Zeroed uint8 [num_bytes] @host, 64-byte aligned, exactly that large; pinned where ``travels`` and the system allows."""
+        ...
+
+    def device_buffer(self, num_bytes: int) -> Tensor:
+        """Zeroed uint8 [num_bytes] @device in a storage of its own."""
+        ...
+
+    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+        """Queue ``target[:] = source`` on ``lane``; both flat uint8 of one length."""
+        ...
+
+    def record(self, lane: Lane) -> Fence:
+        """A fence behind everything queued on ``lane`` so far."""
+        ...
+
+    def wait(self, lane: Lane, fence: Fence) -> None:
+        """Let work queued on ``lane`` from now on begin only when ``fence`` is passed. Does not block the caller."""
+        ...
+
+    def touch(self, lane: Lane, *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        """Declare that ``lane`` uses these buffers from here to its next fence: what ``chaos`` checks, nothing elsewhere."""
+        ...
+
+    def release(self, buffer: Tensor) -> None:
+        """The compute lane is done with the contents of ``buffer``; ``chaos`` fills it with NaN."""
+        ...
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """A small input (ids, labels, positions) @device, ordered before later compute."""
+        ...
+
+    def seed(self, value: int) -> None:
+        """Seed the generators that layers draw from (dropout, sampling routers)."""
+        ...
+
+    def idle_s(self) -> float:
+        """Seconds that the compute lane has waited on other lanes since the last call; 0 where that is not measured."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block until every lane is empty."""
+        ...
+
+    def peak_bytes(self) -> int:
+        """Largest number of bytes allocated @device since the last ``reset_peak``; 0 where that is not known."""
+        ...
+
+    def reset_peak(self) -> None: ...

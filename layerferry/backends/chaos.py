@@ -1,0 +1,189 @@
+"""The cpu backend made hostile: every legal order, late copies, NaN in what was released, and a race detector.
+
+Two independent checks, because each is blind where the other sees:
+
+* **Late copies.** A copy is queued, not done. It happens when something that waits for it needs it, or at a random moment before
+  (seeded). A reader that does not wait finds the old bytes, or the NaN that ``release`` left. Compute is done at once, so a copy that lands
+  *too early* on a real device cannot be seen this way.
+* **Vector clocks.** Lanes and threads carry clocks; fences pass them on (C. Fidge, "Timestamps in message-passing systems that preserve the
+  partial ordering", 1988). Two uses of one buffer, one of them a write, that no chain of fences orders raise ``RaceError``, whether or not this run happened to
+  get away with it.
+
+Checked by ``tests/backends/test_chaos.py``: engines with one fence removed are caught.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from layerferry.backends.base import Fence, Lane
+from layerferry.backends.cpu import CpuBackend
+
+Clock = dict[str, int]
+
+
+class RaceError(AssertionError):
+    """Two uses of a buffer that no fence orders: a fault of the engine, never of the user."""
+
+
+@dataclass
+class ChaosFence:
+    """A point in a lane: ``ticket`` counts the lane's queued work, ``clock`` is the lane's knowledge there."""
+
+    backend: ChaosBackend
+    lane: Lane
+    ticket: int
+    clock: Clock
+
+    def synchronize(self) -> None:
+        self.backend.pass_fence(self)
+
+
+@dataclass
+class _Copy:
+    ticket: int
+    target: Tensor
+    source: Tensor
+
+
+@dataclass
+class _Wait:
+    ticket: int
+    fence: ChaosFence
+
+
+@dataclass
+class _Uses:
+    """Last uses of one buffer: the actor and its clock value; reads since the last write."""
+
+    write: tuple[str, int, str] | None = None
+    reads: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+
+class ChaosBackend(CpuBackend):
+    """See the module docstring. ``eagerness`` is the chance that a queued operation happens at any backend call."""
+
+    name = "chaos"
+
+    def __init__(self, seed: int = 0, eagerness: float = 0.2) -> None:
+        super().__init__()
+        self._random = random.Random(seed)
+        self._eagerness = eagerness
+        self._lock = threading.RLock()
+        self._queues: dict[Lane, deque[_Copy | _Wait]] = {lane: deque() for lane in Lane}
+        self._tickets = dict.fromkeys(Lane, 0)
+        self._clocks: dict[str, Clock] = {}
+        self._uses: dict[int, _Uses] = {}
+
+    # ---------------------------------------------------------------- queued work
+
+    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+        with self._lock:
+            self._order(lane, "copy", reads=(source,), writes=(target,))
+            self._tickets[lane] += 1
+            self._queues[lane].append(_Copy(self._tickets[lane], target, source))
+            self._stir()
+
+    def record(self, lane: Lane) -> Fence:
+        with self._lock:
+            actor = self._actor(lane)
+            if lane is not Lane.HOST:
+                self._join(actor, self._clock(self._actor(Lane.HOST)))  # queued from this thread, so after its past
+            clock = self._clock(actor)
+            fence = ChaosFence(self, lane, self._tickets[lane], dict(clock))
+            clock[actor] += 1
+            self._stir()
+            return fence
+
+    def wait(self, lane: Lane, fence: Fence) -> None:
+        assert isinstance(fence, ChaosFence)
+        with self._lock:
+            self._join(self._actor(lane), fence.clock)
+            if lane in (Lane.COMPUTE, Lane.HOST):
+                self._run_until(fence.lane, fence.ticket)
+            else:
+                self._tickets[lane] += 1
+                self._queues[lane].append(_Wait(self._tickets[lane], fence))
+            self._stir()
+
+    def pass_fence(self, fence: ChaosFence) -> None:
+        with self._lock:
+            self._join(self._actor(Lane.HOST), fence.clock)
+            self._run_until(fence.lane, fence.ticket)
+
+    def synchronize(self) -> None:
+        with self._lock:
+            for lane in Lane:
+                self.pass_fence(ChaosFence(self, lane, self._tickets[lane], dict(self._clock(self._actor(lane)))))
+
+    def _stir(self) -> None:
+        for lane in self._random.sample(list(Lane), len(Lane)):
+            if self._queues[lane] and self._random.random() < self._eagerness:
+                self._run_until(lane, self._queues[lane][0].ticket)
+
+    def _run_until(self, lane: Lane, ticket: int) -> None:
+        queue = self._queues[lane]
+        while queue and queue[0].ticket <= ticket:
+            work = queue[0]
+            if isinstance(work, _Wait):
+                self._run_until(work.fence.lane, work.fence.ticket)
+            else:
+                work.target.copy_(work.source)
+            queue.popleft()
+
+    # ---------------------------------------------------------------- NaN and clocks
+
+    def release(self, buffer: Tensor) -> None:
+        with self._lock:
+            self._order(Lane.COMPUTE, "release", writes=(buffer,))
+        buffer.fill_(0xFF)  # every 0xFF pattern is a NaN in bf16 and in fp32
+
+    def touch(self, lane: Lane, *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        with self._lock:
+            self._order(lane, "use", reads=reads, writes=writes)
+            self._stir()
+
+    def _actor(self, lane: Lane) -> str:
+        return f"thread {threading.get_ident()}" if lane is Lane.HOST else lane.value
+
+    def _clock(self, actor: str) -> Clock:
+        return self._clocks.setdefault(actor, {actor: 1})
+
+    def _join(self, actor: str, other: Clock) -> None:
+        clock = self._clock(actor)
+        for name, count in other.items():
+            clock[name] = max(clock.get(name, 0), count)
+
+    def _order(self, lane: Lane, what: str, *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        actor = self._actor(lane)
+        if lane is not Lane.HOST:
+            self._join(actor, self._clock(self._actor(Lane.HOST)))
+        clock = self._clock(actor)
+
+        def before(other: str, count: int) -> bool:
+            return other == actor or clock.get(other, 0) >= count
+
+        for buffers, writing in ((reads, False), (writes, True)):
+            for buffer in buffers:
+                uses = self._uses.setdefault(buffer.untyped_storage().data_ptr(), _Uses())
+                if uses.write is not None and not before(uses.write[0], uses.write[1]):
+                    raise RaceError(f"{actor} {what}: no fence after the {uses.write[2]} that {uses.write[0]} wrote")
+                if writing:
+                    for other, (count, how) in uses.reads.items():
+                        if not before(other, count):
+                            raise RaceError(f"{actor} {what}: no fence after the {how} by which {other} reads")
+                    uses.write, uses.reads = (actor, clock[actor], what), {}
+                else:
+                    uses.reads[actor] = (clock[actor], what)
+
+
+def is_released(tensor: Tensor) -> bool:
+    """Whether a float tensor holds the NaN that ``release`` leaves, in every element."""
+    return bool(torch.isnan(tensor).all())

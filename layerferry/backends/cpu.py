@@ -1,0 +1,67 @@
+"""The truth: every call has happened when it returns. The specification of the other backends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from layerferry.backends.base import Fence, Lane
+
+
+class PassedFence:
+    """A fence that was passed before it was made."""
+
+    __slots__ = ()
+
+    def synchronize(self) -> None:
+        return None
+
+
+class CpuBackend:
+    """Host memory plays the device; copies are immediate."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def host_buffer(self, num_bytes: int, *, travels: bool) -> Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def device_buffer(self, num_bytes: int) -> Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+
+    def record(self, lane: Lane) -> Fence:
+        return PassedFence()
+
+    def wait(self, lane: Lane, fence: Fence) -> None:
+        return None
+
+    def touch(self, lane: Lane, *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        return None
+
+    def release(self, buffer: Tensor) -> None:
+        return None
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def seed(self, value: int) -> None:
+        torch.default_generator.manual_seed(value)
+
+    def idle_s(self) -> float:
+        return 0.0
+
+    def synchronize(self) -> None:
+        return None
+
+    def peak_bytes(self) -> int:
+        return 0
+
+    def reset_peak(self) -> None:
+        return None

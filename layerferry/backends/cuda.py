@@ -1,0 +1,192 @@
+"""CUDA: one stream a lane, events as fences, pinned host memory.
+
+Host planes are allocated pageable, touched by all threads, and registered: ten times faster than the pinned allocator and never rounded up to a power of two
+(measured: 0.07 against 0.6 s/GiB). A registration that fails (RLIMIT_MEMLOCK, a container) costs speed, not the run: one warning, and the
+sticky error is taken off the context. The only file that names ``torch.cuda``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from layerferry.backends.base import Fence, Lane
+
+log = logging.getLogger(__name__)
+
+
+class CudaFence:
+    """An event on a stream."""
+
+    __slots__ = ("event",)
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+
+class HostFence:
+    """A point in a host thread: passed by whoever has heard of it."""
+
+    __slots__ = ()
+
+    def synchronize(self) -> None:
+        return None
+
+
+class CudaBackend:
+    """One CUDA device. Compute runs on the current stream of the constructing thread."""
+
+    name = "cuda"
+
+    def __init__(self, index: int = 0) -> None:
+        self.device = torch.device("cuda", index)
+        torch.cuda.set_device(self.device)
+        self._streams = {
+            Lane.UPLOAD: torch.cuda.Stream(self.device),
+            Lane.COMPUTE: torch.cuda.current_stream(self.device),
+            Lane.DOWNLOAD: torch.cuda.Stream(self.device),
+        }
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._registered: list[Tensor] = []
+        self._can_pin = True
+
+    # ---------------------------------------------------------------- memory
+
+    def host_buffer(self, num_bytes: int, *, travels: bool) -> Tensor:
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        buffer.zero_()  # first touch, in parallel
+        if travels and self._can_pin and num_bytes:
+            self._register(buffer)
+        return buffer
+
+    def _register(self, buffer: Tensor) -> None:
+        code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0))
+        if code == 0:
+            self._registered.append(buffer)
+            return
+        self._can_pin = False
+        log.warning(
+            "cannot pin %.2f GiB of host memory (CUDA error %d): copies run unpinned and slower; raise `ulimit -l`",
+            buffer.numel() / 2**30,
+            code,
+        )
+        try:  # TRAP: the failed call stays the context's last error and would be blamed on the next kernel
+            torch.zeros(1, device=self.device)
+        except RuntimeError:
+            pass
+
+    def close(self) -> None:
+        """Give pinned pages back; buffers must not travel afterwards."""
+        self.synchronize()
+        for buffer in self._registered:
+            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+        self._registered.clear()
+
+    def device_buffer(self, num_bytes: int) -> Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+
+    # ---------------------------------------------------------------- lanes
+
+    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self._streams[lane]):
+            target.copy_(source, non_blocking=True)
+
+    def record(self, lane: Lane) -> Fence:
+        if lane is Lane.HOST:
+            return HostFence()
+        event = torch.cuda.Event()
+        event.record(self._streams[lane])
+        return CudaFence(event)
+
+    def wait(self, lane: Lane, fence: Fence) -> None:
+        if isinstance(fence, HostFence):
+            return
+        assert isinstance(fence, CudaFence)
+        if lane is not Lane.COMPUTE:
+            self._streams[lane].wait_event(fence.event)
+            return
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        stream = self._streams[lane]
+        before.record(stream)
+        stream.wait_event(fence.event)
+        after.record(stream)
+        self._waits.append((before, after))
+
+    def touch(self, lane: Lane, *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
+        return None
+
+    def release(self, buffer: Tensor) -> None:
+        return None
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+    def seed(self, value: int) -> None:
+        torch.default_generator.manual_seed(value)
+        torch.cuda.default_generators[self.device.index].manual_seed(value)
+
+    # ---------------------------------------------------------------- measurements
+
+    def idle_s(self) -> float:
+        waits, self._waits = self._waits, []
+        if not waits:
+            return 0.0
+        waits[-1][1].synchronize()
+        return sum(before.elapsed_time(after) for before, after in waits) / 1e3
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def peak_bytes(self) -> int:
+        return int(torch.cuda.max_memory_allocated(self.device))
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    # ---------------------------------------------------------------- the machine
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes of the device, as the driver reports them."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        return int(free), int(total)
+
+    def describe(self) -> str:
+        return str(torch.cuda.get_device_name(self.device))
+
+    def link_bytes_per_s(self, num_bytes: int = 1 << 30) -> tuple[float, float]:
+        """Measured upload and download rate, each lane alone, over pinned memory."""
+        host, device = self.host_buffer(num_bytes, travels=True), self.device_buffer(num_bytes)
+        rates = []
+        for lane, target, source in ((Lane.UPLOAD, device, host), (Lane.DOWNLOAD, host, device)):
+            self.copy(lane, target, source)
+            self.synchronize()
+            begin = time.perf_counter()
+            for _ in range(3):
+                self.copy(lane, target, source)
+            self.synchronize()
+            rates.append(3 * num_bytes / (time.perf_counter() - begin))
+        return rates[0], rates[1]
+
+    def matmul_flops_per_s(self, rows: int = 16384, inner: int = 4096, columns: int = 16384) -> float:
+        """Measured bf16 matrix-multiply rate on random data."""
+        a = torch.randn(rows, inner, device=self.device, dtype=torch.bfloat16)
+        b = torch.randn(columns, inner, device=self.device, dtype=torch.bfloat16)
+        for _ in range(3):
+            torch.nn.functional.linear(a, b)
+        self.synchronize()
+        begin = time.perf_counter()
+        for _ in range(10):
+            torch.nn.functional.linear(a, b)
+        self.synchronize()
+        return 10 * 2.0 * rows * inner * columns / (time.perf_counter() - begin)
+
+
+def device_count() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

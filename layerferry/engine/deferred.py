@@ -1,0 +1,60 @@
+"""The deferred exact step: updates run on a worker thread, in the order in which the next forward needs the units.
+
+After the backward the clip coefficient is known exactly; each unit's update is then queued with the learning rate, step number and coefficient of *its*
+step, and the feed of a unit waits for that unit's update alone. Nothing is stale and nothing is rolled back: the result has the same
+bits as stepping every unit at once. ``settle`` finishes what is pending. A failure in the worker reaches whoever next needs the unit.
+Checked by ``tests/engine/test_deferred.py`` against the serial order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from layerferry.backends.base import Backend, Fence, Lane
+from layerferry.optim.base import Optimizer, StepHyper
+from layerferry.store.store import Store
+from layerferry.units import Unit
+
+
+class DeferredSteps:
+    """Owns the worker. Between ``defer`` and completion the worker alone writes a unit's planes."""
+
+    def __init__(self, store: Store, optimizer: Optimizer, backend: Backend, *, threads: int) -> None:
+        self._store, self._optimizer, self._backend, self._threads = store, optimizer, backend, threads
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer")
+        self._ready: dict[int, Future[Fence]] = {}
+        self.busy_s = 0.0
+        """Seconds the worker has spent in updates since the start."""
+
+    def defer(self, units: Iterable[Unit], hyper: StepHyper, drained: Mapping[int, Fence]) -> None:
+        """Queue the updates of ``units`` in this order; ``drained[unit.index]`` is passed once its gradient is @host."""
+        for unit in units:
+            self._ready[unit.index] = self._worker.submit(self._step, unit, hyper, drained[unit.index])
+
+    def _step(self, unit: Unit, hyper: StepHyper, drained: Fence) -> Fence:
+        drained.synchronize()
+        begin = time.perf_counter()
+        planes = self._store.planes(unit)
+        self._backend.touch(Lane.HOST, writes=[plane.buffer for plane in planes.values()])
+        self._optimizer.step(planes, unit.layout, hyper, self._threads)
+        self.busy_s += time.perf_counter() - begin
+        return self._backend.record(Lane.HOST)
+
+    def ready(self, unit: Unit) -> Future[Fence]:
+        """Done once the unit's weights @host are those of the latest step; its fence orders later lanes behind the update."""
+        known = self._ready.get(unit.index)
+        if known is None:
+            known = Future()
+            known.set_result(self._backend.record(Lane.HOST))
+        return known
+
+    def settle(self) -> None:
+        """Block until no update is pending, and order the calling thread behind them. Raises what the worker raised."""
+        for pending in self._ready.values():
+            self._backend.wait(Lane.HOST, pending.result())
+        self._ready.clear()
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=True, cancel_futures=True)

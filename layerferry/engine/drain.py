@@ -1,0 +1,101 @@
+"""Drain: gradients from the device to their host planes, behind the backward.
+
+``with drain(unit) as accumulator`` gives a zeroed fp32 plane on the device; micro-batches add into it. On leaving it is rounded once into
+a slab of the gradient plane's dtypes, the norm of exactly those bytes is taken (no extra pass over host memory), and the slab travels down while the
+next unit computes. In the second and later waves of a step the accumulator starts from the gradient already @host.
+
+TRAP: a parameter that got no gradient still owns its span and sends zeros (tests/engine/test_drain.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from layerferry.backends.base import Backend, Fence, Lane
+from layerferry.layout import FP32_PLANE, GRAD, Plane
+from layerferry.store.store import Store
+from layerferry.units import Unit
+
+
+@dataclass(eq=False)
+class Slab:
+    """A device buffer that gradients leave from. Written by the drain only."""
+
+    buffer: Tensor  # [slab_bytes] uint8 @device
+    free: Fence | None = None
+
+
+class SlabPool:
+    """One accumulator and a ring of slabs for units of one kind."""
+
+    def __init__(self, backend: Backend, *, num_slabs: int, slab_bytes: int, accumulator_bytes: int) -> None:
+        self.accumulator = backend.device_buffer(accumulator_bytes)
+        self.slabs = [Slab(backend.device_buffer(slab_bytes)) for _ in range(num_slabs)]
+        self._next = 0
+
+    def take(self) -> Slab:
+        slab = self.slabs[self._next]
+        self._next = (self._next + 1) % len(self.slabs)
+        return slab
+
+
+class Drain:
+    """Owns accumulators and slabs. ``drained`` and ``norms`` speak of the wave that ran last."""
+
+    def __init__(self, backend: Backend, store: Store, pool_of: dict[int, SlabPool]) -> None:
+        self._backend, self._store, self._pool_of = backend, store, pool_of
+        self.drained: dict[int, Fence] = {}
+        """Unit index -> passed once its gradient is @host."""
+        self.norms: dict[int, Tensor] = {}
+        """Unit index -> 2-norm [] fp32 @device of the gradient as the optimizer will read it."""
+        self.drained_bytes = 0
+
+    @contextmanager
+    def __call__(self, unit: Unit, *, carry: bool = False) -> Iterator[Plane]:
+        """The fp32 accumulator of ``unit`` @device, zero, or the gradient @host where ``carry``."""
+        pool = self._pool_of[unit.index]
+        accumulator = Plane(unit.layout, FP32_PLANE, pool.accumulator)
+        self._backend.touch(Lane.COMPUTE, writes=[pool.accumulator])
+        if carry:
+            self._fetch_back(unit, pool, accumulator)
+        else:
+            accumulator.buffer.zero_()
+        yield accumulator
+        self._send(unit, pool, accumulator)
+
+    def _fetch_back(self, unit: Unit, pool: SlabPool, accumulator: Plane) -> None:
+        slab, grad = pool.take(), self._store.plane(unit, GRAD)
+        if slab.free is not None:
+            self._backend.wait(Lane.UPLOAD, slab.free)
+        self._backend.wait(Lane.UPLOAD, self.drained[unit.index])
+        landed = Plane(unit.layout, grad.spec, slab.buffer)
+        self._backend.copy(Lane.UPLOAD, landed.buffer, grad.buffer)
+        self._backend.wait(Lane.COMPUTE, self._backend.record(Lane.UPLOAD))
+        self._backend.touch(Lane.COMPUTE, reads=[slab.buffer])
+        for section, values in landed.sections.items():
+            accumulator.sections[section].copy_(values)
+        slab.free = self._backend.record(Lane.COMPUTE)
+
+    def _send(self, unit: Unit, pool: SlabPool, accumulator: Plane) -> None:
+        slab, grad = pool.take(), self._store.plane(unit, GRAD)
+        if slab.free is not None:
+            self._backend.wait(Lane.COMPUTE, slab.free)
+        self._backend.touch(Lane.COMPUTE, writes=[slab.buffer])
+        leaving = Plane(unit.layout, grad.spec, slab.buffer)
+        for section, values in leaving.sections.items():
+            values.copy_(accumulator.sections[section])
+        self.norms[unit.index] = _norm(leaving)
+        self._backend.wait(Lane.DOWNLOAD, self._backend.record(Lane.COMPUTE))
+        self._backend.copy(Lane.DOWNLOAD, grad.buffer, leaving.buffer)
+        self.drained[unit.index] = slab.free = self._backend.record(Lane.DOWNLOAD)
+        self.drained_bytes += grad.buffer.numel()
+
+
+def _norm(plane: Plane) -> Tensor:
+    norms = [torch.linalg.vector_norm(section, dtype=torch.float32) for section in plane.tensors()]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

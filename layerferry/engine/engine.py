@@ -1,0 +1,200 @@
+"""The engine: a model whose state lives @host, trained one exact step at a time.
+
+``step`` is section 4 of the design, in order: count what the loss is divided by, send the waves through the layers, read loss and norm in the step's one
+synchronisation, clip exactly, and defer the updates into the next forward. One engine serves every model, device, objective and plan.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from layerferry.backends.base import Backend, Fence
+from layerferry.engine.batch import MicroBatch
+from layerferry.engine.compiled import preparer
+from layerferry.engine.deferred import DeferredSteps
+from layerferry.engine.drain import Drain, SlabPool
+from layerferry.engine.feed import Feed, SlotPool
+from layerferry.engine.isolation import IsolationCheck
+from layerferry.engine.randomness import seed_of
+from layerferry.engine.sizes import device_sizes
+from layerferry.engine.sweep import Sweep
+from layerferry.engine.tape import Tape
+from layerferry.engine.templates import Templates
+from layerferry.models.skeleton import Skeleton
+from layerferry.objectives.base import Objective
+from layerferry.objectives.cross_entropy import CrossEntropy
+from layerferry.optim.base import Optimizer, StepHyper
+from layerferry.plan import Plan
+from layerferry.store.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one step was."""
+
+    loss: float
+    """Mean over the trained tokens of the whole step (the objective's own unit otherwise)."""
+    grad_norm: float
+    """Global 2-norm before clipping, of exactly the bytes that the optimizer reads."""
+    num_targets: int
+    num_tokens: int
+    """Real tokens, padding not counted."""
+    skipped: bool
+    """The loss or norm was not finite: nothing was updated, and neither step number nor schedule should advance."""
+    seconds: float
+    idle_s: float
+    """Seconds that compute waited for uploads (0 where not measured)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalReport:
+    loss: float
+    num_targets: int
+
+
+class Engine:
+    """Owns slots, slabs and the optimizer's thread; the store owns the state."""
+
+    def __init__(
+        self, skeleton: Skeleton, store: Store, optimizer: Optimizer, backend: Backend, plan: Plan, *, seed: int = 42
+    ) -> None:
+        self.skeleton, self.store, self.optimizer, self.backend, self.plan = skeleton, store, optimizer, backend, plan
+        self.max_grad_norm = 1.0
+        self.num_steps = 0
+        """Optimizer steps taken (deferred ones included)."""
+        self._seed = seed
+        self._default_objective = CrossEntropy()
+        sizes = device_sizes(store.units, plan, store.specs)
+        slots = {
+            kind: SlotPool(backend, num_slots=plan.num_slots if kind else 1, slot_bytes=sizes[kind].slot_bytes)
+            for kind in (True, False)
+        }
+        slabs = {
+            kind: SlabPool(
+                backend,
+                num_slabs=plan.num_slabs if kind else 1,
+                slab_bytes=sizes[kind].slab_bytes,
+                accumulator_bytes=sizes[kind].accumulator_bytes,
+            )
+            for kind in (True, False)
+        }
+        self.deferred = DeferredSteps(store, optimizer, backend, threads=plan.optimizer_threads)
+        self.feed = Feed(backend, store, self.deferred, {u.index: slots[u.is_layer] for u in store.units})
+        self.drain = Drain(backend, store, {u.index: slabs[u.is_layer] for u in store.units})
+        self._slots = [slot for pool in slots.values() for slot in pool.slots]
+        self._sweep = Sweep(
+            skeleton, backend, self.feed, self.drain, Templates(skeleton, preparer(plan)), plan.chunk_tokens, IsolationCheck()
+        )
+        self._audited = False
+
+    # ---------------------------------------------------------------- training
+
+    def step(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        objective: Objective | None = None,
+        *,
+        lr: float,
+        max_grad_norm: float | None = None,
+    ) -> StepReport:
+        """One optimizer step over ``micro_batches``: the gradient is that of one batch of all their rows.
+
+        Clips by global norm to ``max_grad_norm`` (None: the engine's own; 0: not at all). The update is deferred; ``settle`` completes it.
+        """
+        begin = time.perf_counter()
+        objective = objective or self._default_objective
+        denominator = objective.denominator(micro_batches)
+        report = _Counts(sum(m.num_targets for m in micro_batches), sum(m.num_tokens for m in micro_batches))
+        if not denominator:
+            return report.report(loss=math.nan, norm=math.nan, skipped=True, begin=begin, idle_s=0.0)
+        loss = torch.zeros((), device=self.backend.device)
+        step_seed = seed_of(self._seed, self.num_steps)
+        for number, wave in enumerate(_waves(micro_batches, self.plan.num_waves)):
+            tape = Tape(self._slots, rebuild=not self.plan.compile and self.plan.activation_budget < 1.0, audit=not self._audited)
+            loss = loss + self._sweep.train(wave, objective, denominator, step_seed=step_seed, tape=tape, carry=number > 0)
+            self._audited = True
+        loss_value, norm_value = self._read(loss, self.drain.norms)
+        if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
+            self.feed.forget(stale=False)
+            return report.report(loss=loss_value, norm=norm_value, skipped=True, begin=begin, idle_s=self.backend.idle_s())
+        limit = self.max_grad_norm if max_grad_norm is None else max_grad_norm
+        self._defer(StepHyper(lr=lr, step=self.num_steps + 1, grad_scale=clip_coefficient(norm_value, limit)))
+        self.num_steps += 1
+        return report.report(loss=loss_value, norm=norm_value, skipped=False, begin=begin, idle_s=self.backend.idle_s())
+
+    def _read(self, loss: Tensor, norms: dict[int, Tensor]) -> tuple[float, float]:
+        """The one host synchronisation of a step: loss and global norm."""
+        total = torch.linalg.vector_norm(torch.stack([norms[unit.index] for unit in self.store.units]))
+        values = torch.stack([loss.float(), total]).tolist()
+        return values[0], values[1]
+
+    def _defer(self, hyper: StepHyper) -> None:
+        self.feed.forget(stale=True)
+        order = [self.skeleton.prologue_unit, *self.skeleton.layer_units]
+        if self.skeleton.epilogue_unit is not self.skeleton.prologue_unit:
+            order.append(self.skeleton.epilogue_unit)
+        fences: dict[int, Fence] = dict(self.drain.drained)
+        self.deferred.defer(order, hyper, fences)
+
+    # ---------------------------------------------------------------- the rest
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch], objective: Objective | None = None) -> EvalReport:
+        """Mean loss over ``micro_batches`` with the weights of the latest step; pending updates are waited for unit by unit."""
+        objective = objective or self._default_objective
+        denominator = objective.denominator(micro_batches)
+        if not denominator:
+            return EvalReport(loss=math.nan, num_targets=0)
+        total = 0.0
+        rows = max(1, self.plan.rows_per_step // max(1, self.plan.micro_batch_rows * self.plan.num_waves))
+        for start in range(0, len(micro_batches), rows):
+            total += float(self._sweep.evaluate(micro_batches[start : start + rows], objective))
+        return EvalReport(loss=total / denominator, num_targets=sum(m.num_targets for m in micro_batches))
+
+    def settle(self) -> None:
+        """Finish every deferred update: the store is then the model of the latest step."""
+        self.deferred.settle()
+
+    def close(self) -> None:
+        """Stop the worker; the engine cannot be used afterwards."""
+        self.deferred.close()
+        self.backend.synchronize()
+
+    @property
+    def num_params(self) -> int:
+        return self.store.num_params
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    num_targets: int
+    num_tokens: int
+
+    def report(self, *, loss: float, norm: float, skipped: bool, begin: float, idle_s: float) -> StepReport:
+        return StepReport(
+            loss=loss,
+            grad_norm=norm,
+            num_targets=self.num_targets,
+            num_tokens=self.num_tokens,
+            skipped=skipped,
+            seconds=time.perf_counter() - begin,
+            idle_s=idle_s,
+        )
+
+
+def clip_coefficient(norm: float, limit: float) -> float:
+    """Factor that brings a gradient of global norm ``norm`` to at most ``limit``, as ``torch.nn.utils.clip_grad_norm_`` computes it in fp32; 1 for limit 0."""
+    if not limit:
+        return 1.0
+    return float((limit / (torch.tensor(norm, dtype=torch.float32) + 1e-6)).clamp(max=1.0))
+
+
+def _waves(micro_batches: Sequence[MicroBatch], num_waves: int) -> list[list[tuple[int, MicroBatch]]]:
+    numbered = list(enumerate(micro_batches))
+    size = -(-len(numbered) // max(1, min(num_waves, len(numbered))))
+    return [numbered[start : start + size] for start in range(0, len(numbered), size)]

@@ -1,0 +1,40 @@
+"""Bytes of slots, slabs and accumulators: what the engine allocates, and what the planner counts. One function for both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from layerferry.layout import FP32_PLANE, GRAD, WEIGHT, PlaneSpec
+from layerferry.plan import Plan
+from layerferry.units import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSizes:
+    """One kind of unit: the layers, or the ends."""
+
+    slot_bytes: int
+    slab_bytes: int
+    accumulator_bytes: int
+    num_slots: int
+    num_slabs: int
+
+    @property
+    def total(self) -> int:
+        return self.num_slots * self.slot_bytes + self.num_slabs * self.slab_bytes + self.accumulator_bytes
+
+
+def device_sizes(units: Sequence[Unit], plan: Plan, specs: Mapping[str, PlaneSpec]) -> dict[bool, DeviceSizes]:
+    """Sizes by ``unit.is_layer``."""
+    sizes = {}
+    for kind in (True, False):
+        layouts = [unit.layout for unit in units if unit.is_layer is kind]
+        sizes[kind] = DeviceSizes(
+            slot_bytes=max(layout.bytes(specs[WEIGHT]) for layout in layouts),
+            slab_bytes=max(layout.bytes(specs[GRAD]) for layout in layouts),
+            accumulator_bytes=max(layout.bytes(FP32_PLANE) for layout in layouts),
+            num_slots=plan.num_slots if kind else 1,
+            num_slabs=plan.num_slabs if kind else 1,
+        )
+    return sizes

@@ -1,0 +1,217 @@
+"""One wave: all its micro-batches go up through the units together, and their gradients come down.
+
+This file is the schedule. Weights arrive (``feed``), graphs stay (``tape``), gradients leave (``drain``); there is no stream, no event and no counter of
+slots here. Every unit is fed once on the way up and once on the way down, whatever the number of micro-batches, and each gradient is summed in fp32
+on the device before it travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from layerferry.backends.base import Backend
+from layerferry.engine.batch import MicroBatch
+from layerferry.engine.drain import Drain
+from layerferry.engine.feed import Feed, Slot
+from layerferry.engine.isolation import IsolationCheck
+from layerferry.engine.randomness import seed_of
+from layerferry.engine.tape import SideGradients, Tape, add_gradients
+from layerferry.engine.templates import Templates
+from layerferry.layout import WEIGHT_PLANE, Plane
+from layerferry.models.embedding import EmbeddingTap, LookUp
+from layerferry.models.skeleton import Inputs, Skeleton
+from layerferry.models.stack import LayerCall
+from layerferry.objectives.base import Head, Objective
+from layerferry.units import Unit
+
+
+@dataclass(slots=True)
+class Pass:
+    """One micro-batch on its way through the units."""
+
+    micro_batch: MicroBatch
+    number: int  # within the step: the same whatever the waves
+    hidden: Tensor  # [B, T, D] @device
+    calls: list[LayerCall]
+    look_ups: list[LookUp] = field(default_factory=list)
+    first: Tensor | None = None  # the prologue's output with its graph
+    sides: SideGradients = field(default_factory=SideGradients)
+    gradient: Tensor | None = None  # dL/dhidden [B, T, D] @device
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """The two directions of a wave over the engine's parts."""
+
+    skeleton: Skeleton
+    backend: Backend
+    feed: Feed
+    drain: Drain
+    templates: Templates
+    chunk_tokens: int
+    isolation: IsolationCheck
+
+    # ---------------------------------------------------------------- a training wave
+
+    def train(
+        self,
+        micro_batches: Sequence[tuple[int, MicroBatch]],
+        objective: Objective,
+        denominator: float,
+        *,
+        step_seed: int,
+        tape: Tape,
+        carry: bool,
+    ) -> Tensor:
+        """Forward and backward of one wave; its share of the loss [] fp32 @device. ``carry``: add to the gradients @host."""
+        skeleton = self.skeleton
+        layers = skeleton.layer_units
+        self.feed.expect([skeleton.prologue_unit, *layers, skeleton.epilogue_unit, *reversed(layers)])
+        self.templates.train(True)
+        passes, end_parameters = self._prologue(micro_batches, tape, step_seed)
+        needs_prologue = tape.num_handles.get(skeleton.prologue_unit.index, 0) > 0
+        if needs_prologue:
+            self.feed.expect([skeleton.prologue_unit])
+        for index, unit in enumerate(layers):
+            self._layer_forward(unit, index, passes, tape, step_seed)
+        tied = skeleton.epilogue_unit is skeleton.prologue_unit
+        with ExitStack() as whole_backward:
+            # TRAP: a tied unit's gradient has two shares; its norm is that of the sum (tests/engine/test_engine.py)
+            ends = whole_backward.enter_context(self.drain(skeleton.epilogue_unit, carry=carry)) if tied else None
+            loss = self._head(passes, objective, denominator, step_seed, carry=carry, accumulator=ends)
+            for index, unit in reversed(list(enumerate(layers))):
+                self._layer_backward(unit, index, passes, tape, carry=carry)
+            with self._or_drain(ends, skeleton.prologue_unit, carry=carry) as accumulator:
+                self._prologue_backward(passes, end_parameters, tape, accumulator, needs_prologue)
+        return loss
+
+    def _prologue(
+        self, micro_batches: Sequence[tuple[int, MicroBatch]], tape: Tape, step_seed: int
+    ) -> tuple[list[Pass], list[torch.nn.Parameter]]:
+        unit = self.skeleton.prologue_unit
+        passes = []
+        with self.feed(unit) as slot, tape.record(unit, slot):
+            parameters = self._bind(unit, slot)
+            for number, micro_batch in micro_batches:
+                self.backend.seed(seed_of(step_seed, unit.index, number))
+                tap = EmbeddingTap(parameters)
+                hidden, calls = self.skeleton.prologue(self._inputs(micro_batch), tap)
+                passes.append(Pass(micro_batch, number, hidden.detach(), calls, tap.look_ups, hidden))
+        return passes, parameters
+
+    def _layer_forward(self, unit: Unit, index: int, passes: Sequence[Pass], tape: Tape, step_seed: int) -> None:
+        with self.feed(unit) as slot, tape.record(unit, slot):
+            template = self.templates.bound(index, slot)
+            for run in passes:
+                if run.micro_batch.isolated:
+                    self.isolation.check(template, self.skeleton.keys[index], run.micro_batch, run.hidden, run.calls[index])
+                self.backend.seed(seed_of(step_seed, unit.index, run.number))
+                run.hidden = tape.forward(unit, run.number, template, run.hidden, run.calls[index])
+
+    def _head(
+        self,
+        passes: Sequence[Pass],
+        objective: Objective,
+        denominator: float,
+        step_seed: int,
+        *,
+        carry: bool,
+        accumulator: Plane | None,
+    ) -> Tensor:
+        unit = self.skeleton.epilogue_unit
+        loss = torch.zeros((), device=self.backend.device)
+        with self.feed(unit) as slot, self._or_drain(accumulator, unit, carry=carry) as sums:
+            head = Head(self.skeleton, self._bind(unit, slot), sums, self.chunk_tokens)
+            for run in passes:
+                self.backend.seed(seed_of(step_seed, len(self.skeleton.units), run.number))
+                share, run.gradient = objective.step(head, run.hidden, run.micro_batch, denominator)
+                loss = loss + share
+        return loss
+
+    def _layer_backward(self, unit: Unit, index: int, passes: Sequence[Pass], tape: Tape, *, carry: bool) -> None:
+        with self.feed(unit) as slot, tape.resolving(unit, slot), self.drain(unit, carry=carry) as accumulator:
+            template = self.templates.bound(index, slot)
+            for run in passes:
+                assert run.gradient is not None
+                run.gradient = tape.backward(unit, run.number, template, run.gradient, accumulator, run.sides)
+
+    def _prologue_backward(
+        self,
+        passes: Sequence[Pass],
+        parameters: Sequence[torch.nn.Parameter],
+        tape: Tape,
+        accumulator: Plane,
+        needs_weights: bool,
+    ) -> None:
+        unit = self.skeleton.prologue_unit
+        with ExitStack() as weights:
+            if needs_weights:
+                slot = weights.enter_context(self.feed(unit))
+                weights.enter_context(tape.resolving(unit, slot))
+            for run in passes:
+                assert run.first is not None and run.gradient is not None
+                outputs = [(run.first, run.gradient), *run.sides.sums.values()]
+                live = [(tensor, gradient) for tensor, gradient in outputs if tensor.requires_grad]
+                leaves = [*(look_up.leaf for look_up in run.look_ups), *parameters]
+                tensors, gradients = [t for t, _ in live], [g for _, g in live]
+                found = torch.autograd.grad(tensors, leaves, gradients, allow_unused=True)
+                for look_up, own in zip(run.look_ups, found, strict=False):
+                    if own is not None:
+                        target = next(e for e, p in zip(unit.layout.entries, parameters, strict=True) if p is look_up.table)
+                        look_up.add_gradient(own, accumulator.view(target))
+                add_gradients(accumulator, found[len(run.look_ups) :])
+                run.first = None
+
+    # ---------------------------------------------------------------- an evaluation wave
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> Tensor:
+        """Sum of the loss over the micro-batches [] fp32 @device; memory does not grow with their number but for hidden states."""
+        skeleton = self.skeleton
+        self.feed.expect([skeleton.prologue_unit, *skeleton.layer_units, skeleton.epilogue_unit])
+        self.templates.train(False)
+        total = torch.zeros((), device=self.backend.device)
+        with torch.no_grad():
+            with self.feed(skeleton.prologue_unit) as slot:
+                self._bind(skeleton.prologue_unit, slot)
+                passes = []
+                for number, micro_batch in enumerate(micro_batches):
+                    hidden, calls = skeleton.prologue(self._inputs(micro_batch), EmbeddingTap(()))
+                    passes.append(Pass(micro_batch, number, hidden, calls))
+            for index, unit in enumerate(skeleton.layer_units):
+                with self.feed(unit) as slot:
+                    template = self.templates.bound(index, slot)
+                    for run in passes:
+                        call = run.calls[index]
+                        run.hidden = template(run.hidden, call.args, call.kwargs, call)
+            with self.feed(skeleton.epilogue_unit) as slot:
+                head = Head(skeleton, self._bind(skeleton.epilogue_unit, slot), None, self.chunk_tokens)
+                for run in passes:
+                    total = total + objective.evaluate(head, run.hidden, run.micro_batch)
+        return total
+
+    # ---------------------------------------------------------------- parts
+
+    @contextmanager
+    def _or_drain(self, accumulator: Plane | None, unit: Unit, *, carry: bool) -> Iterator[Plane]:
+        if accumulator is not None:
+            yield accumulator
+        else:
+            with self.drain(unit, carry=carry) as own:
+                yield own
+
+    def _bind(self, unit: Unit, slot: Slot) -> list[torch.nn.Parameter]:
+        return self.skeleton.bind(unit, Plane(unit.layout, WEIGHT_PLANE, slot.buffer))
+
+    def _inputs(self, micro_batch: MicroBatch) -> Inputs:
+        """@device. Padding is on the right, where no causal model looks, so there is no padding mask; packed rows that may see
+        each other need a mask of ones, or their restarting positions would be taken for a wish to be isolated."""
+        put: Callable[[Tensor], Tensor] = self.backend.to_device
+        ids = put(micro_batch.input_ids)
+        positions = None if micro_batch.position_ids is None else put(micro_batch.position_ids)
+        mask = torch.ones_like(ids) if positions is not None and not micro_batch.isolated else None
+        return Inputs(ids, positions, mask)

@@ -1,0 +1,183 @@
+"""The tape of small graphs: what the forward leaves behind is graphs and handles, never weights.
+
+Each (unit, micro-batch) keeps its own autograd graph. While it is recorded, a saved-tensor hook replaces every tensor that lives in the slot by a
+``Handle`` (unit, dtype, offset, size, stride); the backward resolves handles against whichever slot holds the unit by then. So a streamed layer needs no
+second forward. What else a graph keeps is the choice of ``apply``: everything, or little more than the inputs
+(``torch.utils.checkpoint`` under the same hook, whose recomputation runs with the template of the slot that the *backward* was given).
+
+The hooks switch autograd's version check off, so nothing else notices an overwritten kept tensor: conformance runs with NaN on release and the backward in
+another slot than the forward. Gradients are asked for with ``torch.autograd.grad`` and added to the fp32 accumulator here.
+
+Two guards: no saved tensor may live in a slot other than the recording one, and every leaf under a unit's output must be its input, a side input, or
+its own parameter (a tensor from elsewhere, such as a shared key-value state, would make gradients silently wrong: the model is refused).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from layerferry.engine.feed import Slot
+from layerferry.errors import ModelRefused
+from layerferry.layout import Plane
+from layerferry.models.skeleton import graph_leaves
+from layerferry.models.stack import LayerCall
+from layerferry.models.template import Template
+from layerferry.units import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A saved tensor that lived in a slot: where it lies inside its unit's weights, whichever slot holds them."""
+
+    unit: int
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Apply:
+    """A layer call that can be repeated: in a rebuild the template is that of the backward's slot."""
+
+    template: Template
+    call: LayerCall
+
+    def __call__(self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        return self.template(hidden, args, kwargs, self.call)
+
+
+@dataclass(slots=True)
+class Graph:
+    """What one (unit, micro-batch) left behind."""
+
+    hidden: Tensor  # leaf [B, T, D] @device
+    output: Tensor  # [B, T, D] @device, holds the graph
+    sides: list[tuple[Tensor, Tensor]]  # (the prologue's tensor, its leaf here)
+    parameters: Sequence[Tensor]  # in layout order, the leaves that the graph knows
+    apply: Apply
+
+
+@dataclass(slots=True)
+class SideGradients:
+    """Gradients of side inputs, summed over the layers: what the prologue's backward needs besides that of the hidden states."""
+
+    sums: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def add(self, tensor: Tensor, gradient: Tensor) -> None:
+        known = self.sums.get(id(tensor))
+        self.sums[id(tensor)] = (tensor, gradient if known is None else known[1] + gradient)
+
+
+class Tape:
+    """Records one wave. ``rebuild``: keep inputs only and compute the layer again in the backward."""
+
+    def __init__(self, slots: Sequence[Slot], *, rebuild: bool, audit: bool) -> None:
+        self._rebuild = rebuild
+        self._audit = audit
+        self._home = {slot.buffer.untyped_storage().data_ptr(): slot for slot in slots}
+        self._bound: dict[int, Tensor] = {}
+        self._graphs: dict[tuple[int, int], Graph] = {}
+        self.num_handles: dict[int, int] = {}
+
+    @contextmanager
+    def record(self, unit: Unit, slot: Slot) -> Iterator[None]:
+        """Autograd inside keeps handles instead of tensors of ``slot``."""
+        own = slot.buffer.untyped_storage().data_ptr()
+
+        def pack(tensor: Tensor) -> Tensor | Handle:
+            storage = tensor.untyped_storage().data_ptr()
+            if storage != own:
+                assert storage not in self._home or not tensor.numel(), "a saved tensor lives in another unit's slot"
+                return tensor
+            self.num_handles[unit.index] = self.num_handles.get(unit.index, 0) + 1
+            return Handle(unit.index, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, self._resolve):
+            yield
+
+    def _resolve(self, packed: Tensor | Handle) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        buffer = self._bound[packed.unit].view(packed.dtype)
+        return torch.as_strided(buffer, packed.size, packed.stride, packed.offset)
+
+    @contextmanager
+    def resolving(self, unit: Unit, slot: Slot) -> Iterator[None]:
+        """Inside, handles of ``unit`` mean the contents of ``slot``."""
+        self._bound[unit.index] = slot.buffer
+        try:
+            yield
+        finally:
+            del self._bound[unit.index]
+
+    def forward(self, unit: Unit, micro_batch: int, template: Template, hidden: Tensor, call: LayerCall) -> Tensor:
+        """Run one layer on one micro-batch, inside ``record``; returns its hidden states [B, T, D] without graph."""
+        leaf = hidden.detach().requires_grad_(True)
+        sides: list[tuple[Tensor, Tensor]] = []
+        args = _as_leaves(call.args, sides)
+        kwargs = _as_leaves(call.kwargs, sides)
+        apply = Apply(template, call)
+        if self._rebuild:
+            output = checkpoint(apply, leaf, args, kwargs, use_reentrant=False)
+        else:
+            output = apply(leaf, args, kwargs)
+        if self._audit:
+            _audit(unit, output, [leaf, *(own for _, own in sides), *template.parameters])
+        self._graphs[unit.index, micro_batch] = Graph(leaf, output, sides, template.parameters, apply)
+        return output.detach()
+
+    def backward(
+        self, unit: Unit, micro_batch: int, template: Template, gradient: Tensor, accumulator: Plane, sides: SideGradients
+    ) -> Tensor:
+        """Inside ``resolving``: adds this micro-batch's parameter gradients to ``accumulator``; returns dL/d(input) [B, T, D]."""
+        graph = self._graphs.pop((unit.index, micro_batch))
+        graph.apply.template = template
+        wanted = [graph.hidden, *(own for _, own in graph.sides), *graph.parameters]
+        found = torch.autograd.grad(graph.output, wanted, gradient, allow_unused=True)
+        num_sides = len(graph.sides)
+        for (origin, _), side in zip(graph.sides, found[1 : 1 + num_sides], strict=True):
+            if side is not None:
+                sides.add(origin, side)
+        add_gradients(accumulator, found[1 + num_sides :])
+        assert found[0] is not None, "a layer without a path from its output to its input"
+        return found[0]
+
+
+def add_gradients(accumulator: Plane, gradients: Sequence[Tensor | None]) -> None:
+    """Add gradients, in layout order, to the fp32 accumulator; a missing one leaves its span as it is."""
+    for target, gradient in zip(accumulator.views(), gradients, strict=True):
+        if gradient is not None:
+            target.add_(gradient)
+
+
+def _as_leaves(value: Any, sides: list[tuple[Tensor, Tensor]]) -> Any:
+    """``value`` with every tensor detached; those that require grad become leaves and are listed."""
+    if isinstance(value, Tensor):
+        leaf = value.detach()
+        if value.requires_grad:
+            leaf.requires_grad_(True)
+            sides.append((value, leaf))
+        return leaf
+    if isinstance(value, dict):
+        return {key: _as_leaves(item, sides) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_as_leaves(item, sides) for item in value)
+    return value
+
+
+def _audit(unit: Unit, output: Tensor, allowed: Sequence[Tensor]) -> None:
+    known = {id(tensor) for tensor in allowed}
+    for leaf in graph_leaves([output]):
+        if id(leaf) not in known:
+            raise ModelRefused(
+                f"{unit.name}: its output depends on a tensor of shape {tuple(leaf.shape)} that is neither its input nor its parameter "
+                "(state shared between layers, such as shared key-value heads): it cannot be streamed"
+            )

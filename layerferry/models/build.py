@@ -1,0 +1,99 @@
+"""A Hugging Face causal LM without a byte of weights: the real class, parameters on ``meta``, buffers real.
+
+Also says which parameters must stay fp32 (the family's own list) and refuses, by name, what the engine cannot train.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from layerferry.errors import CheckpointError, ModelRefused
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+OTHER_MODALITIES = ("vision_config", "audio_config", "image_config", "speech_config")
+
+
+def read_config(
+    source: str, *, revision: str = "main", trust_remote_code: bool = False, cache_dir: str | None = None
+) -> PretrainedConfig:
+    """The config of a model folder or hub id. Raises ``CheckpointError`` where there is none."""
+    from transformers import AutoConfig
+
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            source, revision=revision, trust_remote_code=trust_remote_code, cache_dir=cache_dir
+        )
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"{source}: no usable config.json: {first}") from error
+    return config
+
+
+def refuse_unsupported(config: PretrainedConfig) -> None:
+    """Raise ``ModelRefused`` for kinds of models that no template can be right for yet."""
+    kind = config.model_type
+    for name in OTHER_MODALITIES:
+        if getattr(config, name, None) is not None:
+            raise ModelRefused(f"{kind}: a multimodal checkpoint ({name}); only text models are trained so far")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelRefused(f"{kind}: an encoder-decoder model; only causal (decoder-only) models are trained")
+
+
+def build_on_meta(
+    config: PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    attention: str | None = None,
+    experts: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """The model of ``config`` in ``dtype``: parameters on ``meta``, buffers @host, tied weights one Parameter."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    refuse_unsupported(config)
+    options: dict[str, Any] = {"dtype": dtype}
+    if attention is not None:
+        options["attn_implementation"] = attention
+    if experts is not None:
+        options["experts_implementation"] = experts
+    try:
+        with init_empty_weights(include_buffers=False):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
+    except ValueError as error:
+        raise ModelRefused(f"{config.model_type}: {str(error).strip().splitlines()[0]}") from error
+    model.tie_weights()
+    if getattr(model.config, "_experts_implementation", None) == "batched_mm":
+        raise ModelRefused(
+            f"{config.model_type}: experts as batched_mm keep 10 to 14 copies of the weights; use grouped_mm or eager"
+        )
+    model.train()
+    return model
+
+
+def fp32_only(model: PreTrainedModel) -> re.Pattern[str] | None:
+    """Pattern of the parameter names that the family computes with in fp32 whatever the model's dtype."""
+    keys = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return re.compile("|".join(rf"(?:(?:^|\.){key}(?:$|\.))" for key in sorted(keys))) if keys else None
+
+
+def locations(root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Where each Parameter hangs in the module tree, by identity: a tied one in several places."""
+    found: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in root.modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(id(parameter), []).append((module, leaf))
+    return found
+
+
+def owner_types(root: nn.Module) -> Mapping[int, str]:
+    """Class name of the module that owns each Parameter, by identity: what the weight-decay rule asks for."""
+    return {key: type(places[0][0]).__name__ for key, places in locations(root).items()}

@@ -1,0 +1,90 @@
+"""Embedding look-ups without a dense gradient.
+
+A table of V x D rows would get a dense V x D gradient per micro-batch. The tap answers ``F.embedding`` calls inside the prologue with a leaf, remembers
+the ids, and after the prologue's backward the leaf's gradient is added row by row into the accumulator. In the epilogue's
+dummy forward no table need be on the device: the blind tap answers with zeros.
+
+It intercepts the function, not the modules, so families that scale, cap or wrap their embedding need nothing of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+@dataclass(frozen=True, slots=True)
+class LookUp:
+    """One tapped call: rows ``ids`` of ``table`` became ``leaf``; row ``padding_idx`` gets no gradient."""
+
+    table: Tensor  # [V, D] @device, a bound parameter
+    ids: Tensor  # [...] int64 @device
+    leaf: Tensor  # [..., D] @device
+    padding_idx: int | None
+
+    def add_gradient(self, gradient: Tensor, target: Tensor) -> None:
+        """``target`` [V, D] (accumulator) += ``gradient`` [..., D] at the looked-up rows."""
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        ids = self.ids.reshape(-1)
+        if self.padding_idx is not None:
+            rows = rows.masked_fill((ids == self.padding_idx)[:, None], 0)
+        target.index_add_(0, ids, rows.to(target.dtype))
+
+
+class EmbeddingTap(TorchFunctionMode):
+    """Taps look-ups in ``tables`` (bound parameters); every other call runs as it is."""
+
+    def __init__(self, tables: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._tables = {id(table) for table in tables}
+        self.look_ups: list[LookUp] = []
+
+    @staticmethod
+    def blind(hidden_size: int) -> TorchFunctionMode:
+        return _BlindTap()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.embedding or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        ids, table, padding_idx, max_norm, scale_grad = _arguments(*args, **kwargs)
+        if id(table) not in self._tables or max_norm is not None or scale_grad:
+            return func(*args, **kwargs)
+        leaf = F.embedding(ids, table.detach()).requires_grad_(True)
+        self.look_ups.append(LookUp(table, ids, leaf, padding_idx))
+        return leaf
+
+
+class _BlindTap(TorchFunctionMode):
+    """Answers every look-up with zeros of the right shape; the tables are not read."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.embedding:
+            return func(*args, **kwargs)
+        ids, table, _, _, _ = _arguments(*args, **kwargs)
+        return torch.zeros(*ids.shape, table.shape[1], dtype=table.dtype, device=ids.device)
+
+
+def _arguments(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> tuple[Tensor, Tensor, int | None, float | None, bool]:
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += weight.shape[0]
+    return input, weight, padding_idx, max_norm, scale_grad_by_freq

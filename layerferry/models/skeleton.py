@@ -1,0 +1,364 @@
+"""A Hugging Face model with its layers taken out: the family's own prologue and epilogue, and the units that are streamed.
+
+The skeleton runs the model's *own* forward with stubs where the layers were. Stopped at the last stub it is the prologue: embedding, masks per layer
+type, rotary, per-layer side inputs, as the family computes them. With the last stub handing our hidden states back it is the
+epilogue: final norm, head, soft-caps, scales. Which parameters belong to which end is read off the autograd graph of a four-token trial on zeros.
+
+Left out, and refused by name: layers that share a parameter, hidden states changed between layers, several modalities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from layerferry.errors import ModelRefused
+from layerferry.layout import Entry, Layout, ParameterSpec, Plane
+from layerferry.models.build import fp32_only, locations, owner_types
+from layerferry.models.embedding import EmbeddingTap
+from layerferry.models.stack import LayerCall, StopForward, Stub, StubScript, find_stack
+from layerferry.models.template import Template, behaviour_key
+from layerferry.units import Unit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DecayRule = Callable[[str, str], bool]
+"""(parameter name, class name of its module) -> whether weight decay applies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """One micro-batch @device, as the model's forward takes it."""
+
+    input_ids: Tensor  # [B, T] int64 @device
+    position_ids: Tensor | None = None  # [B, T] int64 @device; restarts at each packed sample
+    attention_mask: Tensor | None = None  # [B, T] int64 @device
+
+
+class _HeadStub(nn.Module):
+    """Stands where the output embedding stood while only its input is wanted."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        raise _HeadReached(hidden)
+
+
+class _HeadReached(Exception):
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class Skeleton:
+    """Owns the model on ``meta``. ``units[0]`` is the prologue, then the layers, then the epilogue unless tied weights make the two ends one unit."""
+
+    def __init__(self, model: PreTrainedModel, *, decays: DecayRule, device: torch.device, fp32: bool = False) -> None:
+        self.model = model
+        self.config: Any = model.config
+        self.device = device
+        text = model.config.get_text_config()
+        self.hidden_size = int(text.hidden_size)
+        self.vocab_size = int(text.vocab_size)
+        self.stack_name, self._stack = find_stack(model, int(text.num_hidden_layers))
+        self.layers = list(self._stack)
+        self._script = StubScript(len(self.layers))
+        self._refuse_sharing()
+        self._specs = self._parameter_specs(decays, fp32)
+        for index, layer in enumerate(self.layers):
+            self._stack[index] = Stub(layer, index, self._script)
+        self._places = locations(model)
+        if getattr(self.config, "output_router_logits", False):
+            self.config.output_router_logits = False  # the auxiliary loss is ours: stubs route nothing
+        self.units = self._make_units(*self._split_ends())
+        self.prologue_unit = self.units[0]
+        self.epilogue_unit = self.units[0] if self.units[-1].is_layer else self.units[-1]
+        self.layer_units = tuple(unit for unit in self.units if unit.is_layer)
+        self.keys = [behaviour_key(layer) for layer in self.layers]
+        self.buffer_names = self._persistent_buffers()
+        self.buffers = [{name: b.to(device) for name, b in layer.named_buffers()} for layer in self.layers]
+        self._move_buffers()
+        self._head_parts = self._find_head()
+
+    # ---------------------------------------------------------------- construction
+
+    def _refuse_sharing(self) -> None:
+        owners: dict[int, str] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            inside = name.startswith(f"{self.stack_name}.")
+            home = name[len(self.stack_name) + 1 :].partition(".")[0] if inside else "ends"
+            known = owners.setdefault(id(parameter), home)
+            if known != home:
+                raise ModelRefused(
+                    f"{self.config.model_type}: {name} is shared between layers {known} and {home}; they cannot be streamed alone"
+                )
+
+    def _parameter_specs(self, decays: DecayRule, fp32: bool) -> dict[str, ParameterSpec]:
+        pattern, owners = fp32_only(self.model), owner_types(self.model)
+        specs = {}
+        for name, parameter in self.model.named_parameters():
+            wide = fp32 or (pattern is not None and pattern.search(name) is not None)
+            dtype = torch.float32 if wide else torch.bfloat16
+            specs[name] = ParameterSpec(
+                name=name, shape=tuple(parameter.shape), dtype=dtype, decays=decays(name, owners[id(parameter)])
+            )
+        return specs
+
+    def _split_ends(self) -> tuple[list[str], list[str]]:
+        """Names of the skeleton's parameters that the prologue reads, and those that the epilogue reads."""
+        names = [name for name, _ in self.model.named_parameters() if not name.startswith(f"{self.stack_name}.")]
+        on_meta = {name: self._parameter(name) for name in names}
+        by_id = {}
+        for name, parameter in on_meta.items():
+            zeros = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype))  # untouched zero pages: no memory
+            self._swap(parameter, zeros)
+            by_id[id(zeros)] = name
+        try:
+            ids = torch.zeros(1, 4, dtype=torch.int64)
+            self._learn_convention(ids)
+            hidden, calls = self._forward_to_last_stub(Inputs(ids))
+            sides = [leaf for call in calls for leaf in tensors_in((call.args, call.kwargs))]
+            first = _leaves([hidden, *sides], by_id)
+            probe = torch.zeros(4, 1, self.hidden_size, dtype=hidden.dtype, requires_grad=True)
+            last = _leaves([self._epilogue(probe)], by_id)
+        finally:
+            for name, parameter in on_meta.items():
+                self._swap(self._parameter(name), parameter)
+        rest = [name for name in names if name not in first and name not in last]
+        return [n for n in names if n in first], [n for n in names if n in last or n in rest]
+
+    def _learn_convention(self, ids: Tensor) -> None:
+        """Does the model expect a tensor or a tuple from its layers? Run it both ways; identity must be visible between stubs."""
+        for self._script.returns_tuple in (False, True):
+            try:
+                hidden, _ = self._forward_to_last_stub(Inputs(ids))
+                if hidden.shape != (1, 4, self.hidden_size):
+                    raise ModelRefused(
+                        f"{self.config.model_type}: hidden states of shape {tuple(hidden.shape)} are not [B, T, D]"
+                    )
+                self._epilogue(torch.zeros(2, 1, self.hidden_size, dtype=self._compute_dtype()))
+                return
+            except ModelRefused as refused:
+                if "not [B, T, D]" in str(refused):
+                    raise
+                reason: Exception = refused
+            except Exception as error:  # the wrong convention fails somewhere in the family's own code
+                reason = error
+        raise ModelRefused(f"{self.config.model_type}: its forward does not run around its layers: {reason}") from reason
+
+    def _make_units(self, first: list[str], last: list[str]) -> tuple[Unit, ...]:
+        ends: list[tuple[str, list[str]]]
+        if set(first) & set(last):
+            ends = [("ends", [*first, *(n for n in last if n not in first)])]
+        else:
+            ends = [("prologue", first), ("epilogue", last)]
+        pieces = [(name, {n: n for n in names}, False) for name, names in ends]
+        for index, layer in enumerate(self.layers):
+            prefix = f"{self.stack_name}.{index}"
+            pieces.append((f"layer.{index}", {n: f"{prefix}.{n}" for n, _ in layer.named_parameters()}, True))
+        if len(ends) == 2:
+            pieces.append(pieces.pop(1))
+        units = []
+        for index, (name, names, is_layer) in enumerate(pieces):
+            specs = [self._specs[full] for full in names.values()]
+            layout = Layout.of(
+                ParameterSpec(name=own, shape=s.shape, dtype=s.dtype, decays=s.decays)
+                for own, s in zip(names, specs, strict=True)
+            )
+            units.append(Unit(name=name, index=index, layout=layout, names=names, is_layer=is_layer))
+        return tuple(units)
+
+    def _persistent_buffers(self) -> dict[str, tuple[int | None, str]]:
+        """Model name of every buffer that a checkpoint holds -> (layer index or None, name inside it)."""
+        found: dict[str, tuple[int | None, str]] = {}
+        roots = [(None, "", self.model), *((i, f"{self.stack_name}.{i}.", layer) for i, layer in enumerate(self.layers))]
+        for index, prefix, root in roots:
+            kept = {f"{m}.{n}".lstrip(".") for m, module in root.named_modules() for n in module._non_persistent_buffers_set}
+            for name, _ in root.named_buffers():
+                if name not in kept:
+                    found[prefix + name] = (index, name)
+        return found
+
+    def _move_buffers(self) -> None:
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self.device)
+
+    def set_buffer(self, name: str, value: Tensor) -> None:
+        """Load a persistent buffer by its model name."""
+        index, own = self.buffer_names[name]
+        if index is not None:
+            self.buffers[index][own] = value.to(self.device, self.buffers[index][own].dtype)
+            return
+        path, _, leaf = own.rpartition(".")
+        module = self.model.get_submodule(path)
+        old = module._buffers[leaf]
+        module._buffers[leaf] = value.to(self.device, None if old is None else old.dtype)
+
+    def get_buffer(self, name: str) -> Tensor:
+        index, own = self.buffer_names[name]
+        return self.model.get_buffer(own) if index is None else self.buffers[index][own]
+
+    def _compute_dtype(self) -> torch.dtype:
+        return next(iter(p.dtype for p in self.model.parameters()))
+
+    def _find_head(self) -> tuple[nn.Module, Entry, Entry | None] | None:
+        """The output embedding, where it is a plain linear module of the epilogue's own parameters."""
+        head = self.model.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            return None
+        names = {id(p): n for n, p in self.model.named_parameters()}
+        by_name = self.epilogue_unit.layout.by_name
+        weight = by_name.get(names.get(id(head.weight), ""))
+        if weight is None:
+            return None
+        bias = None if head.bias is None else by_name[names[id(head.bias)]]
+        return head, weight, bias
+
+    # ---------------------------------------------------------------- binding
+
+    def bind(self, unit: Unit, plane: Plane) -> list[nn.Parameter]:
+        """Hang views of ``plane`` (weights of an end unit in its slot) into the model; parameters in layout order."""
+        bound = []
+        for entry in unit.layout.entries:
+            parameter = nn.Parameter(plane.view(entry))
+            self._swap(self._parameter(unit.names[entry.name]), parameter)
+            bound.append(parameter)
+        return bound
+
+    def _swap(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        places = self._places.pop(id(old))
+        for module, leaf in places:
+            module._parameters[leaf] = new
+        self._places[id(new)] = places
+
+    def _parameter(self, name: str) -> nn.Parameter:
+        path, _, leaf = name.rpartition(".")
+        parameter = self.model.get_submodule(path)._parameters[leaf]
+        assert parameter is not None
+        return parameter
+
+    def template(self, layer_index: int, plane: Plane) -> Template:
+        return Template(self.layers[layer_index], plane)
+
+    # ---------------------------------------------------------------- running
+
+    def prologue(self, inputs: Inputs, tap: EmbeddingTap) -> tuple[Tensor, list[LayerCall]]:
+        """Hidden states [B, T, D] before the first layer, and what each layer is called with. Embeddings go through ``tap``."""
+        with tap:
+            return self._forward_to_last_stub(inputs)
+
+    def _forward_to_last_stub(self, inputs: Inputs) -> tuple[Tensor, list[LayerCall]]:
+        self._script.reset()
+        optional = {"position_ids": inputs.position_ids, "attention_mask": inputs.attention_mask}
+        given = {name: value for name, value in optional.items() if value is not None}
+        try:
+            self.model(input_ids=inputs.input_ids, use_cache=False, **given)
+        except StopForward:
+            hidden, calls = self._script.first_hidden, self._script.calls
+            self._script.reset()
+            assert hidden is not None
+            return hidden, calls
+        raise ModelRefused(f"{self.config.model_type}: its forward does not pass through every layer")
+
+    def _epilogue(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states [C, 1, D]: [C, 1, V]. The prologue runs on dummy ids, without gradient and without an embedding table."""
+        ids = torch.zeros(hidden.shape[0], 1, dtype=torch.int64, device=hidden.device)
+        self._script.reset()
+        self._script.injected = hidden
+        grad = torch.is_grad_enabled()
+        try:
+            with torch.no_grad(), EmbeddingTap.blind(self.hidden_size), _forked_rng(hidden.device):
+                output = self.model(input_ids=ids, use_cache=False)
+        finally:
+            self._script.reset()
+            torch.set_grad_enabled(grad)
+        logits: Tensor = output.logits
+        return logits
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm, head, caps and scales by the family's own code: [C, D] -> [C, V] @device."""
+        return self._epilogue(hidden.unsqueeze(1)).squeeze(1)
+
+    @property
+    def head(self) -> tuple[Entry, Entry | None] | None:
+        """Layout entries (weight [V, D], bias [V] or None) of the linear head; None where the family has no plain one."""
+        return None if self._head_parts is None else self._head_parts[1:]
+
+    def head_weight(self) -> tuple[Tensor, Tensor | None]:
+        """The head's bound weight [V, D] and bias [V] @device."""
+        assert self._head_parts is not None
+        module = self._head_parts[0]
+        assert isinstance(module, nn.Linear)
+        return module.weight, module.bias
+
+    def before_head(self, hidden: Tensor) -> Tensor:
+        """What the linear head is given for hidden states [C, D]: [C, D], after the final norm."""
+        assert self._head_parts is not None
+        head, stub = self._head_parts[0], _HeadStub()
+        grad = torch.is_grad_enabled()
+        with self._in_place_of_head(head, stub):
+            try:
+                self._epilogue(hidden.unsqueeze(1))
+            except _HeadReached as reached:
+                return reached.hidden.squeeze(1)
+            finally:
+                torch.set_grad_enabled(grad)
+        raise AssertionError("the epilogue did not reach the head")
+
+    @contextmanager
+    def _in_place_of_head(self, head: nn.Module, stub: nn.Module) -> Iterator[None]:
+        forward = head.forward
+        head.forward = stub.forward  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            head.forward = forward  # type: ignore[method-assign]
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor inside nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def _leaves(outputs: list[Tensor], names: dict[int, str]) -> set[str]:
+    """Names of the parameters under ``outputs`` in the autograd graph."""
+    return {names[id(leaf)] for leaf in graph_leaves(outputs) if id(leaf) in names}
+
+
+def graph_leaves(outputs: list[Tensor]) -> list[Tensor]:
+    """Every leaf that requires grad under ``outputs``."""
+    found = [t for t in outputs if t.requires_grad and t.grad_fn is None]
+    stack = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    seen = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        stack.extend(following for following, _ in node.next_functions)
+    return found
+
+
+@contextmanager
+def _forked_rng(device: torch.device) -> Iterator[None]:
+    """The dummy prologue may draw random numbers (dropout): the caller's generators do not notice."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)

@@ -1,0 +1,77 @@
+"""A layer without state: its parameters are views into a slot, so the slot *is* the layer.
+
+Layers that behave alike share a template per slot. "Alike" is the class, the parameter structure, and every plain attribute that can change the mathematics
+(window, rope on or off, layer type): shape keys gave wrong gradients on exaone4, smollm3 and cohere2. Too fine a key costs a little memory
+and a compilation; too coarse a key costs correctness.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerferry.layout import Plane
+from layerferry.models.stack import LayerCall, hidden_of
+
+_PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.Size, enum.Enum)
+_INDEX_NAMES = ("layer_idx", "layer_index", "layer_id")
+
+
+def behaviour_key(layer: nn.Module) -> Hashable:
+    """Equal for two layers only if they compute the same function of their parameters, buffers and inputs."""
+    attributes: list[tuple[str, str, str]] = []
+    for name, module in layer.named_modules():
+        attributes.append((name, "class", type(module).__qualname__))
+        for attribute, value in sorted(vars(module).items()):
+            if attribute.startswith("_") or attribute in (*_INDEX_NAMES, "training", "config"):
+                continue
+            if isinstance(value, _PLAIN) or (isinstance(value, (tuple, list)) and all(isinstance(v, _PLAIN) for v in value)):
+                attributes.append((name, attribute, repr(value)))
+            elif isinstance(value, dict) and all(isinstance(v, _PLAIN) for v in value.values()):
+                attributes.append((name, attribute, repr(sorted(value.items(), key=repr))))
+            elif callable(value):
+                attributes.append((name, attribute, getattr(value, "__qualname__", type(value).__qualname__)))
+    parameters = tuple((name, tuple(p.shape), str(p.dtype)) for name, p in layer.named_parameters())
+    buffers = tuple((name, tuple(b.shape), str(b.dtype)) for name, b in layer.named_buffers())
+    return (type(layer).__qualname__, parameters, buffers, tuple(attributes))
+
+
+class Template:
+    """One behaviour in one slot. ``parameters`` follow the order of the layout's entries."""
+
+    def __init__(self, layer: nn.Module, plane: Plane) -> None:
+        self.module = copy.deepcopy(layer)
+        self.parameters: list[nn.Parameter] = []
+        for entry in plane.layout.entries:
+            parameter = nn.Parameter(plane.view(entry))
+            owner, leaf = _owner(self.module, entry.name)
+            owner._parameters[leaf] = parameter
+            self.parameters.append(parameter)
+        self._indexed = [(m, name) for m in self.module.modules() for name in _INDEX_NAMES if hasattr(m, name)]
+        self._buffer_owners = {name: _owner(self.module, name) for name, _ in self.module.named_buffers()}
+
+    def bind(self, index: int, buffers: Mapping[str, Tensor]) -> Template:
+        """Become layer ``index``: its number, and its own buffers (router bias corrections and the like)."""
+        for module, name in self._indexed:
+            setattr(module, name, index)
+        for name, (owner, leaf) in self._buffer_owners.items():
+            owner._buffers[leaf] = buffers[name]
+        return self
+
+    def __call__(self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], call: LayerCall) -> Tensor:
+        """hidden [B, T, D] -> [B, T, D]; ``args`` and ``kwargs`` are those of ``call`` with leaves of the tape in place."""
+        if call.hidden_name is None:
+            output = self.module(hidden, *args, **kwargs)
+        else:
+            output = self.module(*args, **{call.hidden_name: hidden}, **kwargs)
+        return hidden_of(output, hidden)
+
+
+def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    return root.get_submodule(path), leaf

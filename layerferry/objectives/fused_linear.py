@@ -1,0 +1,118 @@
+"""Linear head and cross entropy in one go: the gradient is computed in the forward, chunk by chunk, at matmul speed.
+
+For logits z = cap(s * (x W^T + b)) and the sum of cross entropies L: dL/dz = softmax(z) - onehot(label), so one pass over a chunk's logits gives the loss
+and the gradient in the same buffer's place; then dx = dz W and dW += dz^T x, the latter accumulated in fp32. (The idea of Liger-Kernel's fused linear cross entropy,
+arXiv 2410.10989; measured there and here, the gain is in never keeping the logits.)
+
+``FusedLinear.of`` proves, on the bound weights and a few real hidden states, that the family's epilogue is such a head; anything else
+keeps the reference. Checked against it in ``tests/objectives/test_fused_linear.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from layerferry.objectives.base import Head
+
+_PROBE_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What follows the linear head: logits * scale, then cap * tanh(logits / cap)."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+
+class FusedLinear:
+    """The fused head for one ``Shape``. Compiled on CUDA, plain elsewhere."""
+
+    def __init__(self, shape: Shape, *, compiled: bool) -> None:
+        self.shape = shape
+        self._loss_and_gradient: Any = torch.compile(_loss_and_gradient, dynamic=True) if compiled else _loss_and_gradient
+
+    @classmethod
+    def of(cls, head: Head, hidden: Tensor) -> FusedLinear | None:
+        """The fused form of ``head`` if a numerical check on ``hidden`` [C, D] shows that there is one."""
+        if head.skeleton.head is None:
+            return None
+        with torch.no_grad():
+            sample = hidden[:_PROBE_TOKENS]
+            expected = head.logits(sample).float()
+            weight, bias = head.skeleton.head_weight()
+            plain = F.linear(head.skeleton.before_head(sample), weight, bias)
+            for shape in _candidates(head.skeleton.config):
+                found = _shaped(plain.float(), shape)
+                tolerance = 2 * torch.finfo(plain.dtype).eps * expected.abs().max()  # each step rounds once in the model's dtype
+                if bool(((found - expected).abs() <= tolerance).all()):
+                    return cls(shape, compiled=hidden.is_cuda)
+        return None
+
+    def step(self, head: Head, hidden: Tensor, labels: Tensor, denominator: float) -> tuple[Tensor, Tensor]:
+        """hidden [C, D], labels [C] without ignored ones -> (sum / denominator [] fp32, dL/dhidden [C, D])."""
+        assert head.accumulator is not None and head.skeleton.head is not None
+        weight_entry, bias_entry = head.skeleton.head
+        weight, bias = (None if t is None else t.detach() for t in head.skeleton.head_weight())
+        assert weight is not None
+        weight_sum = head.accumulator.view(weight_entry)
+        leaf = hidden.detach().requires_grad_(True)
+        normed = head.skeleton.before_head(leaf)
+        inputs = normed.detach()
+        gradient = torch.empty_like(inputs)
+        total = torch.zeros((), device=hidden.device)
+        for part in head.chunks(labels.numel()):
+            logits = F.linear(inputs[part], weight, bias)
+            loss, slope = self._loss_and_gradient(logits, labels[part], 1.0 / denominator, self.shape.scale, self.shape.cap)
+            total = total + loss
+            torch.mm(slope, weight, out=gradient[part])
+            _add_outer(weight_sum, slope, inputs[part])
+            if bias_entry is not None:
+                head.accumulator.view(bias_entry).add_(slope.sum(0, dtype=torch.float32))
+        return total, head.backward(normed, leaf, gradient)
+
+
+def _candidates(config: Any) -> list[Shape]:
+    text = config.get_text_config()
+    cap = getattr(text, "final_logit_softcapping", None)
+    scales = [1.0]
+    for name in ("logit_scale", "lm_head_multiplier"):
+        scales += [float(value)] if isinstance(value := getattr(text, name, None), (int, float)) else []
+    if isinstance(divisor := getattr(text, "logits_scaling", None), (int, float)) and divisor:
+        scales.append(1.0 / divisor)
+    caps = [None] + ([float(cap)] if cap else [])
+    return [Shape(scale, limit) for limit in caps for scale in scales]
+
+
+def _shaped(logits: Tensor, shape: Shape) -> Tensor:
+    scaled = logits * shape.scale
+    return scaled if shape.cap is None else shape.cap * torch.tanh(scaled / shape.cap)
+
+
+def _loss_and_gradient(logits: Tensor, labels: Tensor, weight: float, scale: float, cap: float | None) -> tuple[Tensor, Tensor]:
+    """logits [C, V], labels [C] -> (weighted sum of cross entropies [] fp32, its gradient by the unshaped logits [C, V])."""
+    values = logits.float() * scale
+    if cap is not None:
+        values = cap * torch.tanh(values / cap)
+    log_sum = torch.logsumexp(values, -1, keepdim=True)
+    hit = torch.arange(logits.shape[1], device=logits.device)[None, :] == labels[:, None]
+    loss = (log_sum.squeeze(1) - torch.where(hit, values, 0.0).sum(-1)).sum() * weight
+    slope = (torch.exp(values - log_sum) - hit.float()) * (weight * scale)
+    if cap is not None:
+        slope = slope * (1.0 - (values / cap) ** 2)
+    return loss, slope.to(logits.dtype)
+
+
+def _add_outer(target: Tensor, slope: Tensor, inputs: Tensor) -> None:
+    """target [V, D] fp32 += slope^T [V, C] inputs [C, D], accumulated in fp32."""
+    if slope.dtype == torch.float32:
+        target.addmm_(slope.t(), inputs)
+    elif slope.is_cuda:
+        torch.addmm(target, slope.t(), inputs, out_dtype=torch.float32, out=target)
+    else:
+        target.add_(torch.mm(slope.t(), inputs))

@@ -1,0 +1,115 @@
+"""The frozen plan: every size, count and place of a run, and what they cost. The only input of allocation.
+
+The planner makes it (``planner/choose.py``); the engine obeys it; a test holds the two to the same bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+GIB = float(2**30)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One line of the byte table: what, where (``@host`` or ``@device``), bytes, and whether they are exact or an estimate."""
+
+    what: str
+    place: str
+    num_bytes: int
+    exact: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seconds:
+    """Predicted seconds of one optimizer step by lane. The step lies between the largest lane and the sum."""
+
+    compute: float
+    upload: float
+    download: float
+    optimizer: float
+
+    @property
+    def overlapped(self) -> float:
+        return max(self.compute, self.upload, self.download, self.optimizer)
+
+    @property
+    def serial(self) -> float:
+        return self.compute + self.upload + self.download + self.optimizer
+
+    @property
+    def limit(self) -> str:
+        """The lane that limits the step."""
+        lanes = {"compute": self.compute, "upload": self.upload, "download": self.download, "optimizer": self.optimizer}
+        return max(lanes, key=lambda lane: lanes[lane])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What the engine builds itself from."""
+
+    fp32: bool = False
+    """Weights of four bytes without residue: CPU users and oracles."""
+    num_slots: int = 3
+    """Device buffers for layer weights; as many as layers: weights are resident."""
+    num_slabs: int = 2
+    """Device buffers that layer gradients leave from."""
+    num_waves: int = 1
+    """Groups of micro-batches that pass the layers one after the other; gradients are carried between them @host."""
+    activation_budget: float = 1.0
+    """Share of activations kept between forward and backward; below 1.0 without the compiler: inputs only."""
+    compile: bool = False
+    chunk_tokens: int = 4096
+    """Tokens whose logits exist at the same time."""
+    optimizer_threads: int = 1
+    carry_fp32: bool = False
+    """Gradient planes @host of four bytes: several waves lose nothing to rounding."""
+    micro_batch_rows: int = 1
+    row_tokens: int = 0
+    """Tokens of a full row; 0: not known."""
+    rows_per_step: int = 1
+    items: tuple[Item, ...] = ()
+    seconds: Seconds | None = None
+    calibrated: bool = False
+    notes: tuple[str, ...] = field(default=())
+
+    def total(self, place: str) -> int:
+        """Predicted bytes at ``@host`` or ``@device``."""
+        return sum(item.num_bytes for item in self.items if item.place == place)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, in JSON's types."""
+        choice = {
+            name: getattr(self, name)
+            for name in (
+                "fp32",
+                "num_slots",
+                "num_slabs",
+                "num_waves",
+                "activation_budget",
+                "compile",
+                "chunk_tokens",
+                "optimizer_threads",
+                "carry_fp32",
+                "micro_batch_rows",
+                "row_tokens",
+                "rows_per_step",
+                "calibrated",
+            )
+        }
+        seconds = None
+        if self.seconds is not None:
+            s = self.seconds
+            seconds = {
+                "compute": s.compute,
+                "upload": s.upload,
+                "download": s.download,
+                "optimizer": s.optimizer,
+                "step": s.overlapped,
+                "step_without_overlap": s.serial,
+                "limit": s.limit,
+            }
+        items = [{"what": i.what, "place": i.place, "bytes": i.num_bytes, "exact": i.exact} for i in self.items]
+        totals = {place: self.total(place) for place in ("@host", "@device")}
+        return {"choice": choice, "bytes": items, "total_bytes": totals, "seconds": seconds, "notes": list(self.notes)}

@@ -1,0 +1,83 @@
+"""Planes x units @host: the authoritative home of every persistent byte.
+
+A parameter's fp32 master lives as a bf16 high half in the weight plane (the very bytes that are uploaded) and a signed 16-bit remainder in the
+residue plane; fp32-only parameters keep four bytes in the weight plane's second section. There is no second copy of anything: initialisation peaks at
+steady state plus the one parameter that is being written. Checked by ``tests/store/test_store.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from layerferry.backends.base import Backend
+from layerferry.layout import GRAD, GRAD_PLANE, RESIDUE, RESIDUE_PLANE, WEIGHT, WEIGHT_PLANE, Entry, Plane, PlaneSpec
+from layerferry.units import Unit
+
+TRAVELLING = (WEIGHT, GRAD)
+"""Planes that cross the link, and are pinned."""
+
+
+def plane_specs(state_planes: Mapping[str, PlaneSpec], *, grad: PlaneSpec = GRAD_PLANE) -> dict[str, PlaneSpec]:
+    """Every plane of a unit under an optimizer that asks for ``state_planes``; the store and the planner both count with it."""
+    return {WEIGHT: WEIGHT_PLANE, RESIDUE: RESIDUE_PLANE, GRAD: grad, **state_planes}
+
+
+class Store:
+    """Owns the host planes. Written by the loader before training, by the drain (grad) and by the optimizer's thread (the rest)."""
+
+    def __init__(self, units: Sequence[Unit], specs: Mapping[str, PlaneSpec], backend: Backend) -> None:
+        self.units = tuple(units)
+        self.specs = dict(specs)
+        self._planes = [
+            {
+                kind: Plane(unit.layout, spec, backend.host_buffer(unit.layout.bytes(spec), travels=kind in TRAVELLING))
+                for kind, spec in self.specs.items()
+            }
+            for unit in self.units
+        ]
+
+    def plane(self, unit: Unit, kind: str) -> Plane:
+        return self._planes[unit.index][kind]
+
+    def planes(self, unit: Unit) -> Mapping[str, Plane]:
+        return self._planes[unit.index]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(plane.buffer.numel() for planes in self._planes for plane in planes.values())
+
+    @property
+    def num_params(self) -> int:
+        return sum(unit.numel for unit in self.units)
+
+    def set_parameter(self, unit: Unit, entry: Entry, value: Tensor) -> None:
+        """Write one parameter; ``value`` of any float dtype and of ``entry.shape`` becomes the fp32 master."""
+        from layerferry.optim.master import split_master
+
+        assert tuple(value.shape) == entry.shape, f"{entry.name}: {tuple(value.shape)} is not {entry.shape}"
+        weight = self.plane(unit, WEIGHT).view(entry)
+        if entry.dtype == torch.float32:
+            weight.copy_(value)
+        elif value.dtype == torch.bfloat16:
+            weight.copy_(value)
+            self.plane(unit, RESIDUE).view(entry).zero_()
+        else:
+            high, low = split_master(value.float())
+            weight.copy_(high)
+            self.plane(unit, RESIDUE).view(entry).copy_(low)
+
+    def master(self, unit: Unit, entry: Entry) -> Tensor:
+        """The fp32 master of one parameter, a copy in ``entry.shape`` @host."""
+        from layerferry.optim.master import join_master
+
+        weight = self.plane(unit, WEIGHT).view(entry)
+        if entry.dtype == torch.float32:
+            return weight.clone()
+        return join_master(weight, self.plane(unit, RESIDUE).view(entry))
+
+    def parameter(self, unit: Unit, entry: Entry) -> Tensor:
+        """The parameter as the device computes with it (bf16, or fp32 where it must be), a view @host."""
+        return self.plane(unit, WEIGHT).view(entry)
