@@ -123,5 +123,5 @@ def test_resident_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> No
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     grown_bytes, count = map(int, done.stdout.split())
     assert count == 24
-    # In flight 16 MiB; as much again for an allocator that has not yet given pages back, and one tensor for arenas of the threads.
+    # In flight 16 MiB; as much again that the allocator has not yet given back, and one tensor for the arenas of the threads.
     assert grown_bytes <= 2 * 2**24 + 2**23
