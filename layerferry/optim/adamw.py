@@ -68,9 +68,9 @@ class AdamW:
             )
             if span.dtype == torch.bfloat16:
                 residue = planes[RESIDUE].sections[span.dtype][span.start : span.stop]
-                kernels.adamw_split(weight, residue, grad, exp_avg, exp_avg_sq, scalars, threads)
+                kernels.adamw_split(weight, residue, grad, exp_avg, exp_avg_sq, scalars=scalars, threads=threads)
             else:
-                kernels.adamw_fp32(weight, grad, exp_avg, exp_avg_sq, scalars, threads)
+                kernels.adamw_fp32(weight, grad, exp_avg, exp_avg_sq, scalars=scalars, threads=threads)
 
     def _scalars(self, hyper: StepHyper, decays: bool) -> AdamWScalars:
         return AdamWScalars.of(

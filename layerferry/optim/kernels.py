@@ -69,18 +69,19 @@ class Kernels(Protocol):
         grad: Tensor,
         exp_avg: Tensor,
         exp_avg_sq: Tensor,
+        *,
         scalars: AdamWScalars,
         threads: int,
     ) -> None:
         """``grad`` bf16 or fp32."""
 
     def adamw_fp32(
-        self, weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: AdamWScalars, threads: int
+        self, weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, scalars: AdamWScalars, threads: int
     ) -> None:
         """``weight`` and ``grad`` fp32."""
 
-    def split(self, master: Tensor, weight: Tensor, residue: Tensor, threads: int) -> None:
+    def split(self, master: Tensor, weight: Tensor, residue: Tensor, *, threads: int) -> None:
         """``master`` fp32 into ``weight`` and ``residue``: ``master.split_master``, in place."""
 
-    def join(self, weight: Tensor, residue: Tensor, master: Tensor, threads: int) -> None:
+    def join(self, weight: Tensor, residue: Tensor, master: Tensor, *, threads: int) -> None:
         """``weight`` and ``residue`` into ``master``: ``master.join_master``, in place."""

@@ -23,6 +23,9 @@ from layerferry.optim.kernels import AdamWScalars, Kernels
 from layerferry.optim.native_kernels import NativeKernels
 from layerferry.optim.reference import ReferenceKernels
 
+EDGE_BITS = (0x00008000, 0x3F808000, 0x3F807FFF, 0x7F7FFFFF, 0x7F800000, 0x7FFFFFFF, -0x80000000, -0x00008000)
+"""Values at which a wrong split of the master shows: ties, the largest, infinity, NaN, the negative zero."""
+
 log = logging.getLogger(__name__)
 
 
@@ -32,7 +35,7 @@ def load_kernels() -> Kernels:
     try:
         return _load_native()
     except (BuildError, OSError) as error:
-        log.warning("AdamW runs in plain torch, several times slower than the native kernels: %s", error)
+        log.warning("AdamW runs in plain torch, ten times slower than the native kernels and more: %s", error)
         return ReferenceKernels()
 
 
@@ -52,12 +55,15 @@ def _trial(kernels: Kernels, master: torch.Tensor, grad: torch.Tensor, scalars: 
     exp_avg, exp_avg_sq = torch.zeros_like(master), torch.zeros_like(master)
     weight, residue = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
     joined, plain = torch.empty_like(master), master.clone()
+    edges = torch.tensor(EDGE_BITS, dtype=torch.int32).view(torch.float32)
+    edge_weight, edge_residue = torch.empty_like(edges, dtype=torch.bfloat16), torch.empty_like(edges, dtype=torch.int16)
+    kernels.split(edges, edge_weight, edge_residue, threads=2)
     kernels.split(master, weight, residue, threads=2)
-    kernels.adamw_split(weight, residue, grad.bfloat16(), exp_avg, exp_avg_sq, scalars, threads=2)
-    kernels.adamw_split(weight, residue, grad, exp_avg, exp_avg_sq, scalars, threads=2)
-    kernels.adamw_fp32(plain, grad, exp_avg, exp_avg_sq, scalars, threads=2)
+    kernels.adamw_split(weight, residue, grad.bfloat16(), exp_avg, exp_avg_sq, scalars=scalars, threads=2)
+    kernels.adamw_split(weight, residue, grad, exp_avg, exp_avg_sq, scalars=scalars, threads=2)
+    kernels.adamw_fp32(plain, grad, exp_avg, exp_avg_sq, scalars=scalars, threads=2)
     kernels.join(weight, residue, joined, threads=2)
-    return (weight, residue, exp_avg, exp_avg_sq, joined, plain)
+    return (edge_weight, edge_residue, weight, residue, exp_avg, exp_avg_sq, joined, plain)
 
 
 def _load_native() -> Kernels:

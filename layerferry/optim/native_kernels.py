@@ -36,6 +36,7 @@ class NativeKernels:
         grad: Tensor,
         exp_avg: Tensor,
         exp_avg_sq: Tensor,
+        *,
         scalars: AdamWScalars,
         threads: int,
     ) -> None:
@@ -46,18 +47,20 @@ class NativeKernels:
         function(*arguments, _struct(scalars), threads)
 
     def adamw_fp32(
-        self, weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: AdamWScalars, threads: int
+        self, weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, scalars: AdamWScalars, threads: int
     ) -> None:
         arguments = _arguments((weight, grad, exp_avg, exp_avg_sq), (torch.float32,) * 4)
         self._adamw_fp32(*arguments, _struct(scalars), threads)
 
-    def split(self, master: Tensor, weight: Tensor, residue: Tensor, threads: int) -> None:
+    def split(self, master: Tensor, weight: Tensor, residue: Tensor, *, threads: int) -> None:
         self._split(*_arguments((master, weight, residue), (torch.float32, torch.bfloat16, torch.int16)), threads)
 
-    def join(self, weight: Tensor, residue: Tensor, master: Tensor, threads: int) -> None:
+    def join(self, weight: Tensor, residue: Tensor, master: Tensor, *, threads: int) -> None:
         self._join(*_arguments((weight, residue, master), (torch.bfloat16, torch.int16, torch.float32)), threads)
 
-    def ceiling(self, weight: Tensor, residue: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, threads: int) -> None:
+    def ceiling(
+        self, weight: Tensor, residue: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, threads: int
+    ) -> None:
         """The memory traffic of ``adamw_split`` with next to no arithmetic, for the benchmark. Overwrites all but ``grad``."""
         dtypes = (torch.bfloat16, torch.int16, torch.bfloat16, torch.float32, torch.float32)
         self._ceiling(*_arguments((weight, residue, grad, exp_avg, exp_avg_sq), dtypes), threads)

@@ -17,8 +17,8 @@ from layerferry.optim.master import join_master, split_master
 
 SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
 
-CPU_BLOCK = 1 << 18
-"""Elements at a time: temporaries that stay in a core's cache."""
+CPU_BLOCK = 1 << 20
+"""Elements at a time: a few MiB of temporaries, and enough work for torch's threads."""
 DEVICE_BLOCK = 1 << 24
 """On a device: enough work per launch."""
 
@@ -33,6 +33,7 @@ class ReferenceKernels:
         grad: Tensor,
         exp_avg: Tensor,
         exp_avg_sq: Tensor,
+        *,
         scalars: AdamWScalars,
         threads: int,
     ) -> None:
@@ -44,18 +45,18 @@ class ReferenceKernels:
             r.copy_(new_residue)
 
     def adamw_fp32(
-        self, weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: AdamWScalars, threads: int
+        self, weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, scalars: AdamWScalars, threads: int
     ) -> None:
         for w, g, m, v in _blocks(weight, grad, exp_avg, exp_avg_sq):
             _update(w, g, m, v, scalars)
 
-    def split(self, master: Tensor, weight: Tensor, residue: Tensor, threads: int) -> None:
+    def split(self, master: Tensor, weight: Tensor, residue: Tensor, *, threads: int) -> None:
         for x, w, r in _blocks(master, weight, residue):
             new_weight, new_residue = split_master(x)
             w.copy_(new_weight)
             r.copy_(new_residue)
 
-    def join(self, weight: Tensor, residue: Tensor, master: Tensor, threads: int) -> None:
+    def join(self, weight: Tensor, residue: Tensor, master: Tensor, *, threads: int) -> None:
         for w, r, x in _blocks(weight, residue, master):
             x.copy_(join_master(w, r))
 

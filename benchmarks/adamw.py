@@ -1,0 +1,118 @@
+"""How fast the CPU optimizer runs, and what the memory would allow: one JSON row per kernel on stdout.
+
+The step is bound by memory, so the physical rate is the yardstick: ``ceiling`` moves the bytes of the AdamW (26 per parameter:
+14 read, 12 written, in place) with next to no arithmetic, in the same process, on buffers of the same kind, taking turns with
+it. The claim is a share of at least 90 %; the exit status says whether it holds.
+
+    python benchmarks/adamw.py --params 200e6 --threads 16
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from layerferry.optim.kernels import AdamWScalars, Kernels
+from layerferry.optim.load import load_kernels
+from layerferry.optim.native_kernels import NativeKernels
+from layerferry.optim.reference import ReferenceKernels
+
+BYTES_PER_PARAM = {"split_bf16": 26, "split_fp32": 28, "fp32": 28}
+"""Read and written in one step, by form of the weight and gradient."""
+CLAIMED_SHARE = 0.90
+
+Planes = dict[str, Tensor]
+
+
+def planes_of(numel: int) -> Planes:
+    """Planes of a unit with ``numel`` parameters, [numel] each @host, 64-byte aligned, holding ordinary values."""
+    planes = {
+        "weight": torch.zeros(numel, dtype=torch.bfloat16),
+        "residue": torch.zeros(numel, dtype=torch.int16),
+        "grad": torch.zeros(numel, dtype=torch.bfloat16),
+        "exp_avg": torch.zeros(numel),
+        "exp_avg_sq": torch.zeros(numel),
+    }
+    for name, plane in planes.items():
+        assert plane.data_ptr() % 64 == 0, name
+    planes["grad"].normal_(0.0, 1e-3)
+    planes["weight"].normal_(0.0, 2e-2)
+    return planes
+
+
+def scalars_of(step: int) -> AdamWScalars:
+    return AdamWScalars.of(lr=1e-5, step=step, grad_scale=0.5, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+
+
+def split_step(kernels: Kernels, planes: Planes, threads: int) -> None:
+    arrays = (planes[name] for name in ("weight", "residue", "grad", "exp_avg", "exp_avg_sq"))
+    kernels.adamw_split(*arrays, scalars=scalars_of(10), threads=threads)
+
+
+def seconds(work: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def alternating(works: list[Callable[[], None]], repeats: int) -> list[float]:
+    """Median seconds of each, the works taking turns after one unmeasured turn: slow spells of a machine meet them all."""
+    rounds = [[seconds(work) for work in works] for _ in range(repeats + 1)][1:]
+    return [statistics.median(samples) for samples in zip(*rounds, strict=True)]
+
+
+def row(kernel: str, numel: int, threads: int, bytes_per_param: int, median_s: float) -> dict[str, object]:
+    return {
+        "benchmark": "adamw",
+        "kernel": kernel,
+        "params": numel,
+        "threads": threads,
+        "ns_per_param": round(median_s / numel * 1e9, 4),
+        "gb_per_s": round(numel * bytes_per_param / median_s / 1e9, 2),
+        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="AdamW on the split master: ns per parameter, GB/s, share of the ceiling.")
+    parser.add_argument("--params", type=float, default=50e6, help="parameters of the unit (default 50e6)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--reference", action="store_true", help="also time the torch reference")
+    options = parser.parse_args()
+    kernels = load_kernels()
+    if not isinstance(kernels, NativeKernels):
+        print("no native kernels: nothing to measure", file=sys.stderr)
+        return 1
+    numel, threads = int(options.params), options.threads
+    torch.set_num_threads(threads)
+    planes, spoilt = planes_of(numel), planes_of(numel)
+
+    def ceiling() -> None:
+        kernels.ceiling(*spoilt.values(), threads=threads)
+
+    step_s, ceiling_s = alternating([lambda: split_step(kernels, planes, threads), ceiling], options.repeats)
+    share = ceiling_s / step_s
+    rows = [
+        row("adamw_split_bf16", numel, threads, BYTES_PER_PARAM["split_bf16"], step_s) | {"share_of_ceiling": round(share, 4)},
+        row("ceiling", numel, threads, BYTES_PER_PARAM["split_bf16"], ceiling_s),
+    ]
+    if options.reference:
+        [reference_s] = alternating([lambda: split_step(ReferenceKernels(), planes, threads)], 2)
+        rows.append(row("reference_split_bf16", numel, threads, BYTES_PER_PARAM["split_bf16"], reference_s))
+    for line in rows:
+        print(json.dumps(line))
+    return 0 if share >= CLAIMED_SHARE else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

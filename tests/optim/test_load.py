@@ -1,0 +1,129 @@
+"""Which kernels are used: cached, rebuilt when damaged, refused when wrong, torch when nothing builds; one warning."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from layerferry.layout import GRAD_PLANE, RESIDUE_PLANE, WEIGHT_PLANE, Layout, ParameterSpec, Plane
+from layerferry.optim import build, load
+from layerferry.optim.adamw import AdamW
+from layerferry.optim.base import StepHyper
+from layerferry.optim.native_kernels import NativeKernels
+from layerferry.optim.reference import ReferenceKernels
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, no prebuilt library, and nothing remembered before or after."""
+    prebuilt = tmp_path / "prebuilt"
+    prebuilt.mkdir()
+    monkeypatch.setattr(load, "NATIVE_FOLDER", prebuilt)
+    monkeypatch.setenv("LAYERFERRY_CACHE", str(tmp_path / "cache"))
+    load.load_kernels.cache_clear()
+    yield tmp_path / "cache" / "native"
+    load.load_kernels.cache_clear()
+
+
+def forbid_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_native(*_: object, **__: object) -> Path:
+        raise AssertionError("compiled although a library was there")
+
+    monkeypatch.setattr(load, "compile_native", compile_native)
+
+
+def train(steps: int = 3) -> torch.Tensor:
+    layout = Layout.of([ParameterSpec(name="weight", shape=(500,), dtype=torch.bfloat16)])
+    optimizer = AdamW(weight_decay=0.1)
+    specs = {"weight": WEIGHT_PLANE, "residue": RESIDUE_PLANE, "grad": GRAD_PLANE, **optimizer.state_planes}
+    planes = {name: Plane(layout, spec, torch.zeros(layout.bytes(spec), dtype=torch.uint8)) for name, spec in specs.items()}
+    planes["grad"].views()[0].copy_(torch.linspace(-1, 1, 500))
+    for step in range(1, steps + 1):
+        optimizer.step(planes, layout, StepHyper(lr=1e-3, step=step), threads=2)
+    return planes["weight"].buffer
+
+
+def test_built_once_then_found(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(load.load_kernels(), NativeKernels)
+    load.load_kernels.cache_clear()
+    forbid_compiling(monkeypatch)
+    assert isinstance(load.load_kernels(), NativeKernels)
+
+
+def test_a_prebuilt_library_needs_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build.compile_native(cache.parent.parent / "prebuilt")
+    monkeypatch.setenv("PATH", "")
+    forbid_compiling(monkeypatch)
+    assert isinstance(load.load_kernels(), NativeKernels)
+    assert not cache.exists()
+
+
+def test_a_truncated_library_is_built_anew(cache: Path) -> None:
+    cache.mkdir(parents=True)
+    library = build.compile_native(cache, key=build.cache_key())
+    whole = library.read_bytes()
+    library.write_bytes(whole[:1000])
+    assert isinstance(load.load_kernels(), NativeKernels)
+    assert [path.stat().st_size for path in cache.iterdir()] == [len(whole)]
+
+
+def test_no_compiler_trains_in_torch_with_one_warning(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = train()
+    load.load_kernels.cache_clear()
+    monkeypatch.setenv("LAYERFERRY_CACHE", str(cache.parent / "another"))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(load.load_kernels(), ReferenceKernels)
+        assert torch.equal(train(), wanted), "the same bits without the kernels"
+        train()
+    assert len(caplog.records) == 1 and "no C++ compiler" in caplog.text
+
+
+def test_a_failing_build_trains_in_torch_with_one_warning(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = cache.parent.parent / "broken.cpp"
+    broken.write_text("#error out of order\n")
+    monkeypatch.setattr(build, "SOURCE", broken)
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(load.load_kernels(), ReferenceKernels)
+        train()
+    assert len(caplog.records) == 1 and "out of order" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("std::sqrt(v) *", "std::sqrt(v) * 1.0000002f *"),
+        ("(bits + 0x8000u) >> 16", "(bits + 0x7fffu) >> 16"),
+        ("s.decay * master)", "s.decay)"),
+        ("member + 1 == members ? count :", "member + 1 == members ? count - 1 :"),
+        ('extern "C" {', "namespace hidden {"),
+    ],
+)
+def test_a_library_that_computes_wrongly_is_refused(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, right: str, wrong: str
+) -> None:
+    source = build.SOURCE.read_text()
+    assert right in source
+    changed = cache.parent.parent / "changed.cpp"
+    changed.write_text(source.replace(right, wrong).replace("kMinPerThread = 1 << 14", "kMinPerThread = 64"))
+    monkeypatch.setattr(build, "SOURCE", changed)
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(load.load_kernels(), ReferenceKernels)
+    assert len(caplog.records) == 1 and "reference" in caplog.text
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = cache.parent.parent / "a-file"
+    file.write_text("")
+    monkeypatch.setenv("LAYERFERRY_CACHE", str(file / "below"))
+    assert isinstance(load.load_kernels(), NativeKernels)
+    assert torch.isfinite(train().view(torch.bfloat16).float()).all()
