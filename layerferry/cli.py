@@ -12,11 +12,13 @@ import argparse
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from layerferry import config as settings
+from layerferry.config import Config, debug_requested
 from layerferry.errors import ConfigError, LayerFerryError, PlanError
 from layerferry.version import VERSION
 
@@ -43,10 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments, rest = _parser().parse_known_args(argv)
         run: Callable[[argparse.Namespace, list[str]], int] = arguments.run
-        return run(arguments, rest)
+        code = run(arguments, rest)
+        sys.stdout.flush()
+        return code
     except LayerFerryError as error:
-        if settings.debug_requested():
-            raise
+        if debug_requested():
+            traceback.print_exc()
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
@@ -105,20 +109,17 @@ def _parser() -> Parser:
 
 
 def _train(_arguments: argparse.Namespace, rest: list[str]) -> int:
-    from layerferry.interop.llamafactory import read_config
+    config = _run_config(rest)
     from layerferry.trainer import train
 
-    _log_to_stderr()
-    train(read_config(*_config_and_overrides(rest)))
+    train(config)
     return 0
 
 
 def _plan(arguments: argparse.Namespace, rest: list[str]) -> int:
-    from layerferry.interop.llamafactory import read_config
+    config = _run_config(rest)
     from layerferry.planner import plan_for
 
-    _log_to_stderr()
-    config = read_config(*_config_and_overrides(rest))
     plan = plan_for(config)
     _print_report(plan, arguments.json)
     if not plan.fits:
@@ -127,33 +128,35 @@ def _plan(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _verify(arguments: argparse.Namespace, rest: list[str]) -> int:
+    folder = Path(_only(rest, "MODEL_DIR"))
+    _log_to_stderr()
     from layerferry.verify import verify
 
-    _log_to_stderr()
-    report = verify(Path(_only(rest, "MODEL_DIR")))
+    report = verify(folder)
     _print_report(report, arguments.json)
     return 0 if report.ok else 1
 
 
 def _probe(arguments: argparse.Namespace, rest: list[str]) -> int:
-    from layerferry.planner import probe
-
     _nothing(rest)
     _log_to_stderr()
+    from layerferry.planner import probe
+
     _print_report(probe(), arguments.json)
     return 0
 
 
 def _data(arguments: argparse.Namespace, rest: list[str]) -> int:
-    from layerferry.data.preview import print_json_lines, print_samples
-    from layerferry.interop.llamafactory import read_config
+    config = _run_config(rest)
+    from layerferry.data import preview, tokenizer
 
-    _log_to_stderr()
-    config = read_config(*_config_and_overrides(rest))
+    loaded = tokenizer.load(config)
     if arguments.json:
-        print_json_lines(config, sys.stdout)
+        for sample in preview.samples(config, loaded.tokenizer):
+            print(json.dumps(sample))
     else:
-        print_samples(config, sys.stdout, arguments.samples)
+        for text in preview.render(config, loaded.tokenizer, arguments.samples, colour=sys.stdout.isatty()):
+            print(text)
     return 0
 
 
@@ -165,7 +168,8 @@ def _chat(arguments: argparse.Namespace, rest: list[str]) -> int:
     path, overrides = _config_and_overrides(rest)
     if arguments.greedy:
         overrides.append("do_sample=false")
-    chat(chat_options(path, overrides), system=arguments.system, prompt=arguments.prompt)
+    options = chat_options(path, overrides)
+    chat(options if arguments.system is None else replace(options, default_system=arguments.system), prompt=arguments.prompt)
     return 0
 
 
@@ -191,6 +195,14 @@ def _env(_arguments: argparse.Namespace, rest: list[str]) -> int:
     for name, value in facts().items():
         print(f"{name}: {value}")
     return 0
+
+
+def _run_config(rest: Sequence[str]) -> Config:
+    """The configuration of a run, with its notices already in the log; read before anything heavy is imported."""
+    from layerferry.interop.llamafactory import read_config
+
+    _log_to_stderr()
+    return read_config(*_config_and_overrides(rest))
 
 
 def _print_report(report: Report, as_json: bool) -> None:

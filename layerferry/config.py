@@ -191,9 +191,8 @@ class ChatConfig:
     top_p: float = 0.7
     top_k: int = 50
     num_beams: int = 1
-    max_length: int = 1024
     max_new_tokens: int = 1024
-    """Tokens of an answer, at most; wins over max_length."""
+    """Tokens of an answer, at most."""
     repetition_penalty: float = 1.0
     length_penalty: float = 1.0
     skip_special_tokens: bool = True

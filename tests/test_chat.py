@@ -1,0 +1,111 @@
+"""A conversation with a tiny random model: the oracle is transformers' own generate on the ids of the chat template."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from layerferry.chat import Talker, chat
+from layerferry.config import ChatConfig, ModelConfig
+from layerferry.data import templates
+from layerferry.data.rows import ASSISTANT, USER, Conversation, Message
+from layerferry.errors import CheckpointError, UserError
+
+TOKENIZER = Path(__file__).parent / "goldens" / "data" / "tokenizer"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of two layers with random weights, and our small tokenizer."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer) + 8,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        eos_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def options(folder: Path, **changes: Any) -> ChatConfig:
+    values = {"do_sample": False, "max_new_tokens": 8, "skip_special_tokens": False} | changes
+    return ChatConfig(model=ModelConfig(model_name_or_path=str(folder)), **values)
+
+
+def test_an_answer_is_what_transformers_generates(folder: Path) -> None:
+    talker = Talker(options(folder, default_system="Be brief."))
+    written: list[str] = []
+    answer = talker.say("Who are you?", written.append)
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}]
+    ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
+    expected = model.generate(ids, do_sample=False, max_new_tokens=8, eos_token_id=[0, tokenizer.eos_token_id], pad_token_id=0)
+    assert answer == tokenizer.decode(expected[0, ids.shape[1] :]) == "".join(written)
+
+
+def test_a_conversation_remembers(folder: Path) -> None:
+    talker = Talker(options(folder))
+    first = talker.say("One.", lambda text: None)
+    talker.history.append({"role": "user", "content": "Two."})
+    expected = [
+        {"role": "user", "content": "One."},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "Two."},
+    ]
+    assert talker.history == expected
+    assert (
+        talker.prompt_ids()
+        == talker.tokenizer.apply_chat_template(expected, add_generation_prompt=True, return_dict=True)["input_ids"]
+    )
+
+
+def test_a_named_template_renders_the_prompt(folder: Path) -> None:
+    talker = Talker(options(folder, template="alpaca", default_system="S"))
+    talker.history.append({"role": "user", "content": "Hello"})
+    template = templates.load("alpaca")
+    messages = (Message(role=USER, content="Hello"), Message(role=ASSISTANT, content=""))
+    assert talker.prompt_ids() == template.encode_oneturn(talker.tokenizer, Conversation(messages=messages, system="S"))[0]
+
+
+@pytest.mark.parametrize("changes", [{"num_beams": 2}, {"do_sample": True, "temperature": 0.0}, {"do_sample": True}])
+def test_every_way_to_draw_writes_what_it_returns(folder: Path, changes: dict[str, Any]) -> None:
+    written: list[str] = []
+    answer = Talker(options(folder, **changes)).say("Hi", written.append)
+    assert answer == "".join(written) and answer
+
+
+def test_lines_of_standard_input(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("One.\n\n/clear\nOne.\n/exit\nnever said\n"))
+    chat(options(folder, skip_special_tokens=True))
+    first, second = _halves(capsys.readouterr().out)
+    assert first == second != ""
+
+
+def _halves(text: str) -> tuple[str, str]:
+    return text[: len(text) // 2], text[len(text) // 2 :]
+
+
+def test_one_prompt(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chat(options(folder), prompt="One.")
+    assert capsys.readouterr().out == Talker(options(folder)).say("One.", lambda text: None) + "\n"
+
+
+def test_what_is_no_model_is_named(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: no usable config.json"):
+        Talker(options(tmp_path))
+    bare = tmp_path / "bare"
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(bare)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(bare)
+    with pytest.raises(UserError, match="no chat template: name one with template=NAME"):
+        Talker(options(bare))
