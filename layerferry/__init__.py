@@ -14,15 +14,15 @@ from layerferry.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from layerferry.api import load as load
-    from layerferry.engine import Engine as Engine
     from layerferry.engine.batch import MicroBatch as MicroBatch
+    from layerferry.engine.engine import Engine as Engine
     from layerferry.objectives import CrossEntropy as CrossEntropy
     from layerferry.optim.adamw import AdamW as AdamW
 
 _HOMES = {
     "AdamW": "layerferry.optim.adamw",
     "CrossEntropy": "layerferry.objectives",
-    "Engine": "layerferry.engine",
+    "Engine": "layerferry.engine.engine",
     "MicroBatch": "layerferry.engine.batch",
     "load": "layerferry.api",
 }
