@@ -53,9 +53,7 @@ def test_help_answers_within_0_3_seconds() -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    code = "import sys; from layerferry.cli import main
-try: main(['-h'])
-finally: print(*sys.modules, file=sys.stderr)"
+    code = "import sys; from layerferry.cli import main\ntry: main(['-h'])\nfinally: print(*sys.modules, file=sys.stderr)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "layerferry.cli" in answer.stderr
     loaded = {name.split(".")[0] for name in answer.stderr.split()}
