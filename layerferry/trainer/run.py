@@ -1,0 +1,125 @@
+"""``train``: from a configuration to a trained model and its records.
+
+Order: whatever can be refused cheaply (trackers, output folder, data) comes before the model is loaded, and the plan
+is shown before the first step. Nothing is written into the output folder before the engine stands. Leaves out:
+reading files of settings (``interop``), resuming. Checked by ``tests/trainer/test_train.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from layerferry import api
+from layerferry.config import Config
+from layerferry.data import DataSets, Sampler, build, tokenizer
+from layerferry.engine.engine import Engine
+from layerferry.errors import ConfigError
+from layerferry.optim.schedule import make_schedule
+from layerferry.trainer.cadence import Cadence
+from layerferry.trainer.card import model_card
+from layerferry.trainer.checkpoints import Checkpoints, save_model
+from layerferry.trainer.folder import check_folder, open_folder
+from layerferry.trainer.history import History, clock_time
+from layerferry.trainer.loop import Loop
+from layerferry.trainer.meter import Meter
+from layerferry.trainer.plots import plot_history
+from layerferry.trainer.progress import progress
+from layerferry.trainer.reporters import open_reporters, tracker_names
+
+logger = logging.getLogger("layerferry.trainer")
+
+
+def train(config: Config) -> None:
+    """Run what ``config`` asks for: training, evaluation, or both."""
+    trackers = tracker_names(config.train.report_to)
+    check_folder(config.train)
+    if not (config.train.do_train or wants_evaluation(config)):
+        raise ConfigError("nothing to do: set do_train: true, do_eval: true, or both")
+    loaded = tokenizer.load(config)
+    data = build(config, loaded.tokenizer)
+    sampler = Sampler.of(config, len(data.train))
+    total_steps = sampler.total_steps(config.train.num_train_epochs, config.train.max_steps) if config.train.do_train else 0
+    if config.train.do_train and total_steps == 0:
+        raise ConfigError(f"num_train_epochs: {config.train.num_train_epochs:g} trains nothing")
+    cadence = Cadence.of(config.train, total_steps, has_eval_rows=bool(data.eval))
+    if wants_evaluation(config) and not data.eval:
+        raise ConfigError("do_eval: true needs rows to evaluate on: set val_size or eval_dataset")
+    schedule = make_schedule(config.optim, total_steps)
+    engine = api.load(config.model.model_name_or_path, config=config)
+    try:
+        logger.info("%s", engine.plan.render())
+        _say_what_comes(config, data, sampler, total_steps)
+        folder = open_folder(config.train)
+        reporters = open_reporters(trackers, config)
+        with progress(plain=config.train.disable_tqdm) as shown:
+            loop = Loop(
+                config=config,
+                engine=engine,
+                tokenizer=loaded.tokenizer,
+                data=data,
+                sampler=sampler,
+                schedule=schedule,
+                cadence=cadence,
+                history=History(config.train, cadence),
+                checkpoints=Checkpoints(folder, config.train.save_total_limit),
+                reporters=reporters,
+                progress=shown,
+                meter=Meter(api.matmul_flops_per_s(engine)),
+            )
+            run(loop, folder)
+        for reporter in reporters:
+            reporter.close()
+    finally:
+        engine.close()
+
+
+def wants_evaluation(config: Config) -> bool:
+    """Whether the run ends with an evaluation: asked for, or implied by a strategy, as Hugging Face has it."""
+    return config.train.do_eval or config.train.eval_strategy != "no"
+
+
+def run(loop: Loop, folder: Path) -> None:
+    """Train, save, evaluate, and leave LLaMA-Factory's files in ``folder``."""
+    config, history = loop.config, loop.history
+    epoch = 0.0
+    if config.train.do_train:
+        metrics = loop.run()
+        epoch = metrics["epoch"]
+        loop.progress.activity("saving the model")
+        save_model(folder, loop.engine, loop.tokenizer)
+        history.write_results("train", metrics)
+    if wants_evaluation(config):
+        metrics = loop.evaluate(epoch)
+        if config.train.stage == "pt" and "eval_loss" in metrics:
+            metrics["perplexity"] = _perplexity(metrics["eval_loss"])
+        history.write_results("eval", metrics)
+    history.write_state(folder)
+    if config.train.do_train:
+        write_card(folder, config, loop.engine, history, loop.cadence.total_steps)
+        if config.train.plot_loss:
+            plot_history(history.entries, folder, title=folder.name)
+        logger.info("trained %d steps in %s; the model is in %s", loop.totals.step, clock_time(history.elapsed_s), folder)
+
+
+def write_card(folder: Path, config: Config, engine: Engine, history: History, total_steps: int) -> None:
+    """Write README.md."""
+    text = model_card(config, entries=history.entries, total_steps=total_steps, num_params=engine.num_params)
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def _perplexity(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def _say_what_comes(config: Config, data: DataSets, sampler: Sampler, total_steps: int) -> None:
+    """One line: rows, epochs, steps."""
+    facts: dict[str, Any] = {"rows": len(data.train), "rows a step": sampler.step_rows, "steps": total_steps}
+    facts |= {f"{name} rows": len(samples) for name, samples in data.eval.items()}
+    facts["epochs"] = f"{total_steps / sampler.steps_per_epoch:.3g}"
+    logger.info("training: %s", ", ".join(f"{value} {name}" for name, value in facts.items()))

@@ -1,0 +1,118 @@
+"""An engine that only pretends, for tests of the loop: losses come from a list, and every call is recorded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from layerferry.config import Config, DataConfig, ModelConfig, TrainConfig
+from layerferry.data import DataSets, Report, Sampler, SampleSet
+from layerferry.data.samples import Row
+from layerferry.engine.engine import EvalReport, StepReport
+from layerferry.trainer.cadence import Cadence
+from layerferry.trainer.checkpoints import Checkpoints
+from layerferry.trainer.history import History
+from layerferry.trainer.loop import Loop
+from layerferry.trainer.meter import Meter
+from layerferry.trainer.progress import PlainLog
+
+
+@dataclass
+class FakeEngine:
+    """``losses[i]`` is the loss of the i-th call of ``step``; None: not finite."""
+
+    losses: list[float | None]
+    eval_loss: float = 2.0
+    rows: int = 2
+    num_params: int = 10
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+    saves_fail: bool = False
+
+    @property
+    def plan(self) -> SimpleNamespace:
+        return SimpleNamespace(micro_batch_rows=self.rows)
+
+    @property
+    def backend(self) -> SimpleNamespace:
+        return SimpleNamespace(peak_bytes=lambda: 3 * 2**30)
+
+    def step(self, micro_batches: Any, objective: Any = None, *, lr: float) -> StepReport:
+        loss = self.losses[sum(1 for name, _ in self.calls if name == "step")]
+        self.calls.append(("step", lr))
+        return StepReport(
+            loss=float("nan") if loss is None else loss,
+            grad_norm=float("inf") if loss is None else loss / 2,
+            num_targets=sum(m.num_targets for m in micro_batches),
+            num_tokens=sum(m.num_tokens for m in micro_batches),
+            skipped=loss is None,
+            seconds=0.1,
+            idle_s=0.0,
+        )
+
+    def evaluate(self, micro_batches: Any, objective: Any = None) -> EvalReport:
+        self.calls.append(("evaluate", sum(len(m.input_ids) for m in micro_batches)))
+        targets = sum(m.num_targets for m in micro_batches)
+        return EvalReport(loss=self.eval_loss, num_targets=targets)
+
+    def settle(self) -> None:
+        self.calls.append(("settle", None))
+
+    def save_pretrained(self, folder: Path, *, tokenizer: Any = None) -> None:
+        self.calls.append(("save", folder.name))
+        (folder / "config.json").write_text("{}")
+        if self.saves_fail:
+            raise OSError(28, "No space left on device")
+        (folder / "model.safetensors").write_bytes(b"weights")
+
+    def flops_per_token(self, row_tokens: float) -> float:
+        return 100.0 + row_tokens
+
+
+def rows_of(lengths: list[int]) -> SampleSet:
+    """One sample a length; every token is trained."""
+    return SampleSet(Row(input_ids=list(range(n)), labels=list(range(n))) for n in lengths)
+
+
+def make_config(folder: Path, **train: Any) -> Config:
+    """A configuration that writes into ``folder``."""
+    values: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "disable_shuffling": True,
+    }
+    return Config(
+        model=ModelConfig(model_name_or_path="base"), data=DataConfig(dataset=("rows",)), train=TrainConfig(**{**values, **train})
+    )
+
+
+def make_loop(config: Config, engine: FakeEngine, *, num_rows: int = 7, num_eval_rows: int = 0, clock: Any = None) -> Loop:
+    """A loop over ``num_rows`` rows of 4 tokens at a learning rate of 0.1 x the number of updates done."""
+    folder = Path(config.train.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    evals = {"eval": rows_of([4] * num_eval_rows)} if num_eval_rows else {}
+    data = DataSets(train=rows_of([4] * num_rows), eval=evals, report=Report(), pad_id=0)
+    sampler = Sampler.of(config, num_rows)
+    total = sampler.total_steps(config.train.num_train_epochs, config.train.max_steps)
+    cadence = Cadence.of(config.train, total, has_eval_rows=bool(evals))
+    return Loop(
+        config=config,
+        engine=engine,  # type: ignore[arg-type]
+        tokenizer=None,
+        data=data,
+        sampler=sampler,
+        schedule=lambda updates: 0.1 * updates,
+        cadence=cadence,
+        history=History(config.train, cadence) if clock is None else History(config.train, cadence, clock=clock),
+        checkpoints=Checkpoints(folder, config.train.save_total_limit),
+        reporters=[],
+        progress=PlainLog(),
+        meter=Meter(None),
+    )
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,101 @@
+"""The files of a run: keys and types are those of a real LLaMA-Factory 0.9.5 run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from layerferry.config import TrainConfig
+from layerferry.trainer.cadence import Cadence
+from layerferry.trainer.history import History, clock_time, write_json
+from tests.trainer.fakes import read_lines
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_history(folder: Path, clock: Clock, **train: object) -> History:
+    config = TrainConfig(output_dir=str(folder), **train)  # type: ignore[arg-type]
+    return History(config, Cadence.of(config, 4, has_eval_rows=False), clock=clock)
+
+
+def test_log_line_is_llama_factorys(tmp_path: Path) -> None:
+    clock = Clock()
+    history = make_history(tmp_path, clock, include_num_input_tokens_seen=True)
+    clock.now += 10.7
+    history.tokens_seen = 704
+    history.add({"loss": 2.587, "grad_norm": 3.5, "learning_rate": 1e-05}, step=2, epoch=0.4)
+    assert read_lines(tmp_path / "trainer_log.jsonl") == [
+        {
+            "current_steps": 2,
+            "total_steps": 4,
+            "loss": 2.587,
+            "lr": 1e-05,
+            "epoch": 0.4,
+            "percentage": 50.0,
+            "elapsed_time": "0:00:10",
+            "remaining_time": "0:00:10",
+            "throughput": 65.79,
+            "total_tokens": 704,
+        }
+    ]
+
+
+def test_eval_line_and_no_tokens_unless_asked(tmp_path: Path) -> None:
+    history = make_history(tmp_path, Clock())
+    history.add({"eval_loss": 1.5, "eval_runtime": 2.0, "eval_code_loss": 3.0}, step=1, epoch=0.2)
+    [line] = read_lines(tmp_path / "trainer_log.jsonl")
+    assert list(line) == [
+        "current_steps",
+        "total_steps",
+        "eval_loss",
+        "eval_code_loss",
+        "epoch",
+        "percentage",
+        "elapsed_time",
+        "remaining_time",
+    ]
+
+
+def test_lines_are_there_while_the_run_goes_on(tmp_path: Path) -> None:
+    history = make_history(tmp_path, Clock())
+    for step in (1, 2, 3):
+        history.add({"loss": 1.0}, step=step, epoch=0.1)
+        assert len(read_lines(tmp_path / "trainer_log.jsonl")) == step
+
+
+def test_state_is_what_transformers_reads(tmp_path: Path) -> None:
+    from transformers import TrainerState
+
+    history = make_history(tmp_path, Clock(), logging_steps=1, num_train_epochs=2.5)
+    history.add({"loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.0}, step=1, epoch=0.5)
+    history.write_state(tmp_path)
+    state = TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
+    assert (state.global_step, state.epoch, state.max_steps, state.num_train_epochs) == (1, 0.5, 4, 3)
+    assert state.log_history == [{"loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.0, "epoch": 0.5, "step": 1}]
+
+
+def test_results_are_merged(tmp_path: Path) -> None:
+    history = make_history(tmp_path, Clock())
+    history.write_results("train", {"train_loss": 1.0, "epoch": 1.0})
+    history.write_results("eval", {"eval_loss": 2.0, "epoch": 1.0})
+    assert json.loads((tmp_path / "train_results.json").read_text()) == {"train_loss": 1.0, "epoch": 1.0}
+    assert json.loads((tmp_path / "eval_results.json").read_text()) == {"eval_loss": 2.0, "epoch": 1.0}
+    assert json.loads((tmp_path / "all_results.json").read_text()) == {"train_loss": 1.0, "eval_loss": 2.0, "epoch": 1.0}
+
+
+def test_json_has_no_nan(tmp_path: Path) -> None:
+    write_json(tmp_path / "x.json", {"a": math.nan, "b": [math.inf, 1.0]})
+    assert json.loads((tmp_path / "x.json").read_text(), parse_constant=lambda name: 1 / 0) == {"a": None, "b": [None, 1.0]}
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_clock_time() -> None:
+    assert clock_time(3723.9) == "1:02:03"

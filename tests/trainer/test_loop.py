@@ -1,0 +1,95 @@
+"""The loop with an engine that only pretends: which calls it makes, in which order, and what it records."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from layerferry.errors import DataError, LayerFerryError
+from tests.trainer.fakes import FakeEngine, make_config, make_loop, read_lines
+
+
+def test_steps_epochs_and_rates(tmp_path: Path) -> None:
+    """7 rows in steps of 2 are 4 steps an epoch, the last one smaller; the first update runs at the schedule's value for 0."""
+    engine = FakeEngine([float(i) for i in range(1, 9)])
+    loop = make_loop(make_config(tmp_path, num_train_epochs=2, save_strategy="no"), engine)
+    metrics = loop.run()
+    assert [value for name, value in engine.calls if name == "step"] == pytest.approx([0.1 * i for i in range(8)])
+    assert engine.calls[-1] == ("settle", None)
+    entries = loop.history.entries
+    assert [entry["epoch"] for entry in entries[:-1]] == pytest.approx([2 / 7, 4 / 7, 6 / 7, 1, 9 / 7, 11 / 7, 13 / 7, 2])
+    assert [entry["loss"] for entry in entries[:-1]] == [float(i) for i in range(1, 9)]
+    assert [entry["learning_rate"] for entry in entries[:-1]] == pytest.approx([0.1 * i for i in range(8)])
+    assert metrics["train_loss"] == 4.5 and metrics["epoch"] == 2
+    assert loop.history.tokens_seen == 2 * 7 * 4
+    assert loop.history.total_flops == 2 * 7 * 4 * 104
+
+
+def test_max_steps_and_accumulation(tmp_path: Path) -> None:
+    engine = FakeEngine([1.0] * 3)
+    loop = make_loop(make_config(tmp_path, max_steps=3, gradient_accumulation_steps=2, save_strategy="no"), engine)
+    loop.run()
+    assert [entry["epoch"] for entry in loop.history.entries] == pytest.approx([4 / 7, 1, 11 / 7, 11 / 7])
+
+
+def test_logged_loss_is_the_mean_since_the_last_line(tmp_path: Path) -> None:
+    loop = make_loop(
+        make_config(tmp_path, max_steps=5, logging_steps=2, save_strategy="no"), FakeEngine([1.0, 3.0, 5.0, 9.0, 100.0])
+    )
+    loop.run()
+    logged = [(e["step"], e["loss"], e["grad_norm"]) for e in loop.history.entries if "loss" in e]
+    assert logged == [(2, 2.0, 1.5), (4, 7.0, 4.5)]
+
+
+def test_a_skipped_step_advances_neither_step_nor_schedule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngine([1.0, None, None, 2.0, 3.0])
+    loop = make_loop(make_config(tmp_path, max_steps=3, save_strategy="no"), engine)
+    with caplog.at_level(logging.WARNING, "layerferry"):
+        loop.run()
+    assert [value for name, value in engine.calls if name == "step"] == pytest.approx([0.0, 0.1, 0.1, 0.1, 0.2])
+    assert [(e["step"], e["loss"]) for e in loop.history.entries if "loss" in e] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert caplog.text.count("the step after step 1 was skipped") == 2
+
+
+def test_a_run_that_only_skips_ends(tmp_path: Path) -> None:
+    loop = make_loop(make_config(tmp_path, max_steps=3, save_strategy="no"), FakeEngine([1.0] + [None] * 20))
+    with pytest.raises(LayerFerryError, match="11 steps in a row after step 1 were not finite"):
+        loop.run()
+
+
+def test_evaluation_and_checkpoints_where_due(tmp_path: Path) -> None:
+    engine = FakeEngine([1.0] * 8)
+    config = make_config(
+        tmp_path,
+        num_train_epochs=2,
+        eval_strategy="steps",
+        eval_steps=3,
+        save_strategy="epoch",
+        save_total_limit=1,
+        per_device_eval_batch_size=1,
+    )
+    loop = make_loop(config, engine, num_eval_rows=5)
+    loop.run()
+    assert [e["step"] for e in loop.history.entries if "eval_loss" in e] == [3, 6, 8]
+    assert [value for name, value in engine.calls if name == "evaluate"] == [5, 5, 5]
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-8"]
+    lines = read_lines(tmp_path / "trainer_log.jsonl")
+    assert [line["eval_loss"] for line in lines if "eval_loss" in line] == [2.0] * 3
+    calls = len(engine.calls)
+    assert loop.evaluate(2.0)["eval_loss"] == 2.0
+    assert len(engine.calls) == calls
+
+
+def test_evaluation_is_the_token_mean_over_groups(tmp_path: Path) -> None:
+    engine = FakeEngine([1.0], rows=1)
+    loop = make_loop(make_config(tmp_path, max_steps=1, eval_strategy="steps", save_strategy="no"), engine, num_eval_rows=40)
+    loop.run()
+    assert [value for name, value in engine.calls if name == "evaluate"] == [16, 16, 8]
+
+
+def test_a_fault_of_the_data_thread_reaches_the_caller(tmp_path: Path) -> None:
+    loop = make_loop(make_config(tmp_path, max_steps=3, save_strategy="no"), FakeEngine([1.0] * 3, rows=0))
+    with pytest.raises(DataError, match="holds nothing"):
+        loop.run()

@@ -1,0 +1,36 @@
+"""Rates by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from layerferry.engine.batch import MicroBatch
+from layerferry.trainer.meter import WINDOW_STEPS, Meter, Work, model_flops
+
+
+def test_the_first_step_is_forgotten() -> None:
+    meter = Meter(1000.0)
+    meter.add(Work(100, 500.0, 50.0))
+    assert meter.tokens_per_s == 2.0 and meter.seconds_per_step == 50.0
+    meter.add(Work(100, 500.0, 2.0))
+    meter.add(Work(200, 700.0, 1.0))
+    assert meter.tokens_per_s == pytest.approx(100.0)
+    assert meter.seconds_per_step == pytest.approx(1.5)
+    assert meter.mfu == pytest.approx(1200 / 3 / 1000)
+
+
+def test_a_window_of_recent_steps() -> None:
+    meter = Meter(None)
+    for _ in range(5):
+        meter.add(Work(1, 0.0, 1.0))
+    for _ in range(WINDOW_STEPS):
+        meter.add(Work(7, 0.0, 1.0))
+    assert meter.tokens_per_s == pytest.approx(7.0)
+    assert meter.mfu is None
+
+
+def test_model_flops_counts_real_tokens() -> None:
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    batch = MicroBatch(input_ids=ids, labels=ids, lengths=torch.tensor([3, 8]))
+    assert model_flops([batch, batch], lambda length: 10 + length) == 2 * (3 * 13 + 8 * 18)
