@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
@@ -40,4 +41,15 @@ class BuildWithKernel(build_py):
             print(f"layerferry: native kernel not built ({error}); it will be tried again at first use", file=sys.stderr)
 
 
-setup(cmdclass={"build_py": BuildWithKernel})
+class PlatformWheel(bdist_wheel):
+    """Any Python 3, but this platform only: the kernel is machine code that knows nothing of Python."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = False
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(cmdclass={"build_py": BuildWithKernel, "bdist_wheel": PlatformWheel})

@@ -21,8 +21,37 @@ echo "$borrowed" >"$installed/borrowed.pth"
 cd "$scratch"
 "$scratch/venv/bin/layerferry" --help >/dev/null
 "$scratch/venv/bin/layerferry" env
+# The wheel's own kernel where there is a compiler, the torch reference where there is none; right in both cases.
+LAYERFERRY_CACHE="$scratch/cache" "$scratch/venv/bin/python" - <<'EOS'
+from layerferry.optim.build import COMPILERS, NATIVE_FOLDER, intact_libraries, source_key
+from layerferry.optim.load import load_kernels, self_check
+from shutil import which
+
+kernels = load_kernels()
+assert self_check(kernels), "the kernels disagree with the torch reference"
+prebuilt = list(intact_libraries(NATIVE_FOLDER, source_key()))
+assert prebuilt or not any(map(which, COMPILERS)), f"a compiler, but no kernel in {NATIVE_FOLDER}"
+print(f"kernels: {type(kernels).__name__}, prebuilt: {[path.name for path in prebuilt]}")
+EOS
 origin=$("$scratch/venv/bin/python" -c 'import layerferry; print(layerferry.__file__)')
 case $origin in
     "$installed"/*) echo "wheel: built from a clean clone, installed and run" ;;
     *) echo "wheel: the checkout at $origin was used instead of the installed wheel" >&2 && exit 1 ;;
 esac
+
+# Without a compiler the wheel is built all the same.
+mkdir "$scratch/no-compiler"
+git -C "$scratch/source" clean --quiet -fdx
+PATH="$scratch/no-compiler" CXX=none "$python" -m pip wheel --quiet --disable-pip-version-check --no-deps \
+    --wheel-dir "$scratch/plain" "$scratch/source"
+"$python" - "$scratch" <<'EOS'
+import sys, zipfile
+from pathlib import Path
+
+names = {kind: zipfile.ZipFile(next(Path(sys.argv[1], kind).glob("*.whl"))).namelist() for kind in ("wheel", "plain")}
+assert not [name for name in names["plain"] if name.endswith(".so")]
+for kind, found in names.items():
+    for needed in ("layerferry/native/adamw.cpp", "layerferry/interop/keys.tsv", "layerferry/data/templates.json", "layerferry/py.typed"):
+        assert needed in found, f"{kind}: {needed} is not in the wheel"
+print("wheel: built without a compiler too")
+EOS
