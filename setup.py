@@ -12,7 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -41,15 +41,18 @@ class BuildWithKernel(build_py):
             print(f"layerferry: native kernel not built ({error}); it will be tried again at first use", file=sys.stderr)
 
 
-class PlatformWheel(bdist_wheel):
-    """Any Python 3, but this platform only: the kernel is machine code that knows nothing of Python."""
+class NativeDistribution(Distribution):
+    """Holds machine code, though no extension module of Python."""
 
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = False
+    def has_ext_modules(self) -> bool:
+        return True
+
+
+class PlatformWheel(bdist_wheel):
+    """Any Python 3, but this platform only: the kernel knows nothing of Python."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
 
 
-setup(cmdclass={"build_py": BuildWithKernel, "bdist_wheel": PlatformWheel})
+setup(distclass=NativeDistribution, cmdclass={"build_py": BuildWithKernel, "bdist_wheel": PlatformWheel})
