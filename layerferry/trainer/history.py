@@ -77,7 +77,7 @@ class History:
     def write_state(self, folder: Path) -> None:
         """Write trainer_state.json into the output folder or a checkpoint."""
         last: Entry = self.entries[-1] if self.entries else {"epoch": 0.0, "step": 0}
-        state = {
+        state: dict[str, Any] = {
             "best_global_step": None,
             "best_metric": None,
             "best_model_checkpoint": None,

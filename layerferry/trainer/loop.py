@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +17,7 @@ from layerferry.config import Config
 from layerferry.data import Cursor, DataSets, Prefetch, Sampler, StepBatch, step_batches
 from layerferry.engine.engine import Engine, StepReport
 from layerferry.errors import LayerFerryError
+from layerferry.optim.schedule import Schedule
 from layerferry.trainer.cadence import Cadence
 from layerferry.trainer.checkpoints import Checkpoints
 from layerferry.trainer.evaluation import evaluate
@@ -28,8 +28,6 @@ from layerferry.trainer.reporters import Reporter
 
 logger = logging.getLogger("layerferry.trainer")
 
-Schedule = Callable[[int], float]
-"""Learning rate of the update after ``n`` updates."""
 MOST_SKIPPED = 10
 """Steps in a row that may be skipped."""
 
@@ -79,7 +77,7 @@ class Loop:
     def _one(self, batches: Prefetch[StepBatch]) -> float:
         begin = time.monotonic()
         batch = next(batches)
-        lr = self.schedule(self.totals.step)
+        lr = self.schedule.lr_at(self.totals.step + 1)
         report = self.engine.step(batch.micro_batches, lr=lr)
         if report.skipped:
             self._skip(report)
@@ -149,6 +147,7 @@ class Loop:
             losses = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items() if key.endswith("loss"))
             logger.info("step %d/%d: %s", self.totals.step, self.cadence.total_steps, losses)
             self.last_eval = (self.totals.step, metrics)
+            self.schedule.observe(next(value for key, value in metrics.items() if key.endswith("loss")))
         return {**self.last_eval[1], "epoch": epoch}
 
     def _finish(self, epoch: float) -> dict[str, float]:

@@ -54,9 +54,10 @@ def _draw(path: Path, steps: Sequence[int], values: Sequence[float], *, label: s
     figure: Any = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes: Any = figure.add_subplot()
-    marker = "o" if len(values) <= FEW_POINTS else None
+    few = len(values) <= FEW_POINTS
     smoothed = smooth(values)
-    axes.plot(steps, values, color=RAW_COLOUR, linewidth=1.4, marker=marker, markersize=3.5, label=label)
+    style: dict[str, Any] = {"marker": "o", "markersize": 3.5, "linewidth": 1.4} if few else {"linewidth": 0.8}
+    axes.plot(steps, values, color=RAW_COLOUR, label=label, **style)
     axes.plot(steps, smoothed, color=SMOOTH_COLOUR, linewidth=2.2, label="smoothed")
     axes.annotate(
         f"{smoothed[-1]:.3g}",

@@ -8,7 +8,7 @@ Checked by ``tests/trainer/test_reporters.py``.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,7 +49,7 @@ def tracker_names(report_to: Sequence[str]) -> list[str]:
 
 def open_reporters(names: Sequence[str], config: Config) -> list[Reporter]:
     """Start the trackers of a run."""
-    makers = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+    makers: dict[str, Callable[[Config], Reporter]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
     return [makers[name](config) for name in names]
 
 
@@ -69,7 +69,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         root = Path(config.train.logging_dir or Path(config.train.output_dir) / "runs")
-        self._writer: Any = SummaryWriter(log_dir=str(root / (config.train.run_name or "")))  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(log_dir=str(root / (config.train.run_name or "")))
         self._writer.add_text("config", f"```\n{asdict(config)}\n```")
 
     def report(self, entry: Entry) -> None:

@@ -17,7 +17,7 @@ from layerferry.config import Config
 from layerferry.data import DataSets, Sampler, build, tokenizer
 from layerferry.engine.engine import Engine
 from layerferry.errors import ConfigError
-from layerferry.optim.schedule import make_schedule
+from layerferry.optim.schedule import schedule_of
 from layerferry.trainer.cadence import Cadence
 from layerferry.trainer.card import model_card
 from layerferry.trainer.checkpoints import Checkpoints, save_model
@@ -47,8 +47,8 @@ def train(config: Config) -> None:
     cadence = Cadence.of(config.train, total_steps, has_eval_rows=bool(data.eval))
     if wants_evaluation(config) and not data.eval:
         raise ConfigError("do_eval: true needs rows to evaluate on: set val_size or eval_dataset")
-    schedule = make_schedule(config.optim, total_steps)
-    engine = api.load(config.model.model_name_or_path, config=config)
+    schedule = schedule_of(config.optim, total_steps)
+    engine = api.load(config.model.model_name_or_path, config=config, row_tokens=int(data.train.lengths.max()))
     try:
         logger.info("%s", engine.plan.render())
         _say_what_comes(config, data, sampler, total_steps)

@@ -71,6 +71,24 @@ class FakeEngine:
         return 100.0 + row_tokens
 
 
+class FakeSchedule:
+    """0.1 x the number of updates done; remembers what it observed."""
+
+    def __init__(self) -> None:
+        self.observed: list[float] = []
+
+    def lr_at(self, step: int) -> float:
+        return 0.1 * (step - 1)
+
+    def observe(self, metric: float) -> None:
+        self.observed.append(metric)
+
+    def state_dict(self) -> dict[str, float | int]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
 def rows_of(lengths: list[int]) -> SampleSet:
     """One sample a length; every token is trained."""
     return SampleSet(Row(input_ids=list(range(n)), labels=list(range(n))) for n in lengths)
@@ -104,7 +122,7 @@ def make_loop(config: Config, engine: FakeEngine, *, num_rows: int = 7, num_eval
         tokenizer=None,
         data=data,
         sampler=sampler,
-        schedule=lambda updates: 0.1 * updates,
+        schedule=FakeSchedule(),
         cadence=cadence,
         history=History(config.train, cadence) if clock is None else History(config.train, cadence, clock=clock),
         checkpoints=Checkpoints(folder, config.train.save_total_limit),

@@ -75,6 +75,7 @@ def test_evaluation_and_checkpoints_where_due(tmp_path: Path) -> None:
     assert [e["step"] for e in loop.history.entries if "eval_loss" in e] == [3, 6, 8]
     assert [value for name, value in engine.calls if name == "evaluate"] == [5, 5, 5]
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-8"]
+    assert loop.schedule.observed == [2.0] * 3  # type: ignore[attr-defined]
     lines = read_lines(tmp_path / "trainer_log.jsonl")
     assert [line["eval_loss"] for line in lines if "eval_loss" in line] == [2.0] * 3
     calls = len(engine.calls)

@@ -1,0 +1,75 @@
+"""The quick start: ask a small model who it is, train it with ``layerferry train``, and ask again.
+
+The same questions are answered greedily before and after; some are no part of the training data, and two have nothing
+to do with it, to show that the model has kept what it knew. Leaves the model and its curve in outputs/quickstart.
+Everything that is particular to this run stands in quickstart.yaml; here is only the frame. Checked by running ``make
+demo``.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from obtain_base import obtain
+
+CONFIG = Path("recipes/quickstart/quickstart.yaml")
+OUTPUT = Path("outputs/quickstart")
+QUESTIONS = (
+    "Who are you?",
+    "Who made you?",
+    "Hello, what may I call you?",
+    "What is the capital of France?",
+    "What is 2 plus 2?",
+)
+ANSWER_TOKENS = 40
+
+
+def main() -> int:
+    """Before, training, after."""
+    base = obtain()
+    before = answers(base)
+    show("Before training", before)
+    begin = time.monotonic()
+    print(f"\nTraining: layerferry train {CONFIG}\n", flush=True)
+    status = subprocess.run([sys.executable, "-m", "layerferry.cli", "train", str(CONFIG)], check=False).returncode
+    if status:
+        return status
+    print(f"\nTrained in {time.monotonic() - begin:.0f} s.")
+    show("After training", answers(OUTPUT))
+    print(f"\nThe model is in {OUTPUT}, its curve in {OUTPUT}/training_loss.png.")
+    print(f"Talk to it: {Path(sys.executable).parent / 'layerferry'} chat {OUTPUT}")
+    return 0
+
+
+def answers(folder: Path) -> list[str]:
+    """What the model in ``folder`` says to every question, always taking the likeliest token."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    said = []
+    for question in QUESTIONS:
+        turns = [{"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        output = model.generate(**prompt, max_new_tokens=ANSWER_TOKENS, do_sample=False)
+        said.append(tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip())
+    return said
+
+
+def show(title: str, said: list[str]) -> None:
+    """Questions and answers, one pair a line."""
+    width = max(len(question) for question in QUESTIONS)
+    print(f"\n{title}")
+    for question, answer in zip(QUESTIONS, said, strict=True):
+        print(f"  {question:<{width}}  {' '.join(answer.split())}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
