@@ -104,9 +104,11 @@ class LiveLine:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._is_drawn = False
+        self._last_step = ""
 
     def step(self, view: View, *, logs: bool) -> None:
-        self._draw(view.live_line(_columns()))
+        self._last_step = view.live_line(_columns())
+        self._draw(self._last_step)
 
     def activity(self, text: str) -> None:
         self._draw(text[: _columns() - 1])
@@ -119,11 +121,13 @@ class LiveLine:
             self._is_drawn = False
 
     def finish(self) -> None:
-        """Leave the last state standing."""
-        if self._is_drawn:
+        """Leave the last step standing."""
+        if self._last_step:
+            self._draw(self._last_step)
             self._stream.write("\n")
             self._stream.flush()
             self._is_drawn = False
+            self._last_step = ""
 
     def _draw(self, text: str) -> None:
         self._stream.write(CLEAR + text)
