@@ -11,6 +11,7 @@ copies that land late and with every missing fence reported. Checked by ``tests/
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Protocol
 
@@ -71,6 +72,10 @@ class Backend(Protocol):
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """A small input (ids, labels, positions) @device, ordered before later compute."""
+        ...
+
+    def kernels(self) -> AbstractContextManager[None]:
+        """Which of torch's kernels compute uses inside the context."""
         ...
 
     def seed(self, value: int) -> None:

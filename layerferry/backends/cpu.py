@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -50,6 +51,9 @@ class CpuBackend:
 
     def to_device(self, tensor: Tensor) -> Tensor:
         return tensor
+
+    def kernels(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def seed(self, value: int) -> None:
         torch.default_generator.manual_seed(value)

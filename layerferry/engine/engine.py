@@ -10,6 +10,8 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from layerferry.engine.deferred import DeferredSteps
 from layerferry.engine.drain import Drain, SlabPool
 from layerferry.engine.feed import Feed, SlotPool
 from layerferry.engine.isolation import IsolationCheck
+from layerferry.engine.pretrained import ModelFolder
 from layerferry.engine.randomness import seed_of
 from layerferry.engine.sizes import device_sizes
 from layerferry.engine.sweep import Sweep
@@ -62,9 +65,18 @@ class Engine:
     """Owns slots, slabs and the optimizer's thread; the store owns the state."""
 
     def __init__(
-        self, skeleton: Skeleton, store: Store, optimizer: Optimizer, backend: Backend, plan: Plan, *, seed: int = 42
+        self,
+        skeleton: Skeleton,
+        store: Store,
+        optimizer: Optimizer,
+        backend: Backend,
+        plan: Plan,
+        *,
+        seed: int = 42,
+        folder: ModelFolder | None = None,
     ) -> None:
         self.skeleton, self.store, self.optimizer, self.backend, self.plan = skeleton, store, optimizer, backend, plan
+        self._folder = folder
         self.max_grad_norm = 1.0
         self.num_steps = 0
         """Optimizer steps taken (deferred ones included)."""
@@ -117,7 +129,8 @@ class Engine:
         step_seed = seed_of(self._seed, self.num_steps)
         for number, wave in enumerate(_waves(micro_batches, self.plan.num_waves)):
             tape = Tape(self._slots, rebuild=not self.plan.compile and self.plan.activation_budget < 1.0, audit=not self._audited)
-            loss = loss + self._sweep.train(wave, objective, denominator, step_seed=step_seed, tape=tape, carry=number > 0)
+            with self.backend.kernels():
+                loss = loss + self._sweep.train(wave, objective, denominator, step_seed=step_seed, tape=tape, carry=number > 0)
             self._audited = True
         loss_value, norm_value = self._read(loss, self.drain.norms)
         if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
@@ -153,12 +166,22 @@ class Engine:
         total = 0.0
         rows = max(1, self.plan.rows_per_step // max(1, self.plan.micro_batch_rows * self.plan.num_waves))
         for start in range(0, len(micro_batches), rows):
-            total += float(self._sweep.evaluate(micro_batches[start : start + rows], objective))
+            with self.backend.kernels():
+                total += float(self._sweep.evaluate(micro_batches[start : start + rows], objective))
         return EvalReport(loss=total / denominator, num_targets=sum(m.num_targets for m in micro_batches))
 
     def settle(self) -> None:
         """Finish every deferred update: the store is then the model of the latest step."""
         self.deferred.settle()
+
+    def save_pretrained(self, folder: str | Path, *, tokenizer: Any = None) -> None:
+        """Write a model folder that plain transformers loads; ``tokenizer`` with its chat template beside it."""
+        assert self._folder is not None, "an engine that was built without a model folder cannot be saved"
+        self.settle()
+        path = Path(folder)
+        self._folder.write(path, self.skeleton, self.store)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(path)
 
     def close(self) -> None:
         """Stop the worker; the engine cannot be used afterwards."""

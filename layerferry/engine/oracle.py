@@ -28,9 +28,7 @@ def load_parameters(model: PreTrainedModel, parameters: Mapping[str, Tensor], bu
             model.get_buffer(name).copy_(value)
 
 
-def loss_and_gradients(
-    model: PreTrainedModel, micro_batches: Sequence[MicroBatch]
-) -> tuple[Tensor, dict[str, Tensor]]:
+def loss_and_gradients(model: PreTrainedModel, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, dict[str, Tensor]]:
     """Token-mean loss over all micro-batches [] fp32, and every gradient by parameter name (zeros where autograd gives none)."""
     denominator = sum(micro_batch.num_targets for micro_batch in micro_batches)
     total = torch.zeros(())

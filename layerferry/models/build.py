@@ -46,6 +46,16 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
         raise ModelRefused(f"{kind}: an encoder-decoder model; only causal (decoder-only) models are trained")
 
 
+def take_block_size(config: Any) -> tuple[int, int]:
+    """Block of an fp8 checkpoint's scales; the quantisation leaves the config, for it ends when the planes are filled."""
+    given = getattr(config, "quantization_config", None)
+    if given is None:
+        return (128, 128)
+    del config.quantization_config
+    block = (given if isinstance(given, dict) else given.to_dict()).get("weight_block_size") or (128, 128)
+    return (int(block[0]), int(block[1]))
+
+
 def build_on_meta(
     config: PretrainedConfig,
     *,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DecayRule = Callable[[str, str], bool]
-"""(parameter name, class name of its module) -> whether weight decay applies."""
+"""(model parameter name, class name of the module that holds it) -> whether weight decay applies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +103,7 @@ class Skeleton:
         for name, parameter in self.model.named_parameters():
             wide = fp32 or (pattern is not None and pattern.search(name) is not None)
             dtype = torch.float32 if wide else torch.bfloat16
-            specs[name] = ParameterSpec(
-                name=name, shape=tuple(parameter.shape), dtype=dtype, decays=decays(name, owners[id(parameter)])
-            )
+            specs[name] = ParameterSpec(name=name, shape=tuple(parameter.shape), dtype=dtype, decays=decays(name, owners[id(parameter)]))
         return specs
 
     def _split_ends(self) -> tuple[list[str], list[str]]:
@@ -230,6 +228,16 @@ class Skeleton:
             self._swap(self._parameter(unit.names[entry.name]), parameter)
             bound.append(parameter)
         return bound
+
+    @contextmanager
+    def lent(self, name: str, parameter: nn.Parameter) -> Iterator[nn.Module]:
+        """``parameter`` in the place of the one called ``name`` for a while; yields the module that owns it."""
+        old = self._parameter(name)
+        self._swap(old, parameter)
+        try:
+            yield self._places[id(parameter)][0][0]
+        finally:
+            self._swap(parameter, old)
 
     def _swap(self, old: nn.Parameter, new: nn.Parameter) -> None:
         places = self._places.pop(id(old))

@@ -113,6 +113,6 @@ def _add_outer(target: Tensor, slope: Tensor, inputs: Tensor) -> None:
     if slope.dtype == torch.float32:
         target.addmm_(slope.t(), inputs)
     elif slope.is_cuda:
-        torch.addmm(target, slope.t(), inputs, out_dtype=torch.float32, out=target)
+        torch.ops.aten.addmm.dtype_out(target, slope.t(), inputs, torch.float32, out=target)
     else:
         target.add_(torch.mm(slope.t(), inputs))

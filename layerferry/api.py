@@ -1,0 +1,156 @@
+"""For people with their own loop: a model in, an engine out.
+
+    engine = layerferry.load("Qwen/Qwen2.5-7B", optimizer=layerferry.AdamW(weight_decay=0.1))
+    report = engine.step(micro_batches, lr=1e-5)
+    engine.save_pretrained("out")
+
+The trainer and the command line use nothing else. Order matters for memory: the plan is made, and refused, before a byte of weights is
+allocated; then planes are allocated, then filled parameter by parameter.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from layerferry.backends import Backend, make
+from layerferry.config import Config, EngineConfig, ModelConfig
+from layerferry.engine.engine import Engine
+from layerferry.engine.pretrained import ModelFolder
+from layerferry.engine.randomness import seed_of
+from layerferry.errors import CheckpointError
+from layerferry.models.build import build_on_meta, read_config, take_block_size
+from layerferry.models.initial import initial_parameters
+from layerferry.models.parameter_source import ParameterSource
+from layerferry.models.skeleton import Skeleton
+from layerferry.optim.adamw import AdamW
+from layerferry.optim.base import Optimizer
+from layerferry.optim.decay import decays
+from layerferry.plan import Plan
+from layerferry.store.dequantise import DequantisedFolder
+from layerferry.store.fill import fill
+from layerferry.store.safetensors_file import CheckpointFolder
+from layerferry.store.store import Store, plane_specs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
+
+ATTENTION = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
+"""LLaMA-Factory's ``flash_attn`` -> transformers' attention implementation."""
+
+
+def load(
+    model: str | Path | PreTrainedModel,
+    *,
+    optimizer: Optimizer | None = None,
+    config: Config | None = None,
+    plan: Plan | None = None,
+    backend: Backend | None = None,
+    row_tokens: int = 2048,
+    **engine_options: Any,
+) -> Engine:
+    """An engine that trains ``model`` (folder, hub id, or a live model whose weights are copied).
+
+    ``config`` carries every setting of a run; without it, ``engine_options`` are fields of ``EngineConfig`` (``device``, ``device_memory``,
+    ``micro_batch_rows`` ...) and ``row_tokens`` is the longest row that will be trained. ``plan`` None: the planner chooses.
+    Raises ``PlanError`` (does not fit), ``ModelRefused`` (cannot be right), ``CheckpointError`` (files).
+    """
+    live = None if isinstance(model, (str, Path)) else model
+    if config is None:
+        name = str(model) if live is None else type(live).__name__
+        config = Config(model=ModelConfig(model_name_or_path=name), engine=EngineConfig(**engine_options))
+    backend = backend or make(config.engine.device)
+    optimizer = optimizer or AdamW.of(config.optim)
+    built, source, folder = _build(config, live)
+    skeleton = Skeleton(built, decays=decays, device=backend.device, fp32=config.train.fp32)
+    if plan is None:
+        from layerferry.planner import choose_for
+
+        plan = choose_for(skeleton, optimizer, config, backend, row_tokens=row_tokens)
+    store = Store(skeleton.units, plane_specs(optimizer.state_planes), backend)
+    _fill(store, skeleton, source, seed=config.train.seed)
+    engine = Engine(skeleton, store, optimizer, backend, plan, seed=config.train.seed, folder=folder)
+    engine.max_grad_norm = config.optim.max_grad_norm
+    return engine
+
+
+def _build(config: Config, live: PreTrainedModel | None) -> tuple[PreTrainedModel, Any, ModelFolder]:
+    """The model on meta, where its parameters come from (None: random), and how it is written."""
+    given = config.model
+    dtype = torch.float32 if config.train.fp32 else torch.bfloat16
+    if live is not None:
+        built = build_on_meta(live.config, dtype=dtype, attention=live.config._attn_implementation)
+        return built, _LiveSource(live), ModelFolder(built, source=None)
+    hf_config = read_config(
+        given.model_name_or_path,
+        revision=given.model_revision,
+        trust_remote_code=given.trust_remote_code,
+        cache_dir=given.cache_dir,
+    )
+    block = take_block_size(hf_config)
+    built = build_on_meta(
+        hf_config, dtype=dtype, attention=ATTENTION[given.flash_attn], trust_remote_code=given.trust_remote_code
+    )
+    if given.train_from_scratch:
+        return built, None, ModelFolder(built, source=None)
+    path = local_folder(given)
+    source = ParameterSource(built, DequantisedFolder(CheckpointFolder(path), block=block))
+    return built, source, ModelFolder(built, source=path, used_transforms=source.used_transforms)
+
+
+def local_folder(given: ModelConfig) -> Path:
+    """The folder of the checkpoint: the path itself, or the hub's files in the local cache."""
+    path = Path(given.model_name_or_path)
+    if path.is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                given.model_name_or_path,
+                revision=given.model_revision,
+                cache_dir=given.cache_dir,
+                allow_patterns=["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"],
+            )
+        )
+    except Exception as error:
+        raise CheckpointError(f"{given.model_name_or_path}: no such folder, and the hub did not give it: {error}") from error
+
+
+def _fill(store: Store, skeleton: Skeleton, source: Any, *, seed: int) -> None:
+    if source is None:
+        for unit in store.units:
+            by_name = unit.layout.by_name
+            for name, value in initial_parameters(skeleton, unit, seed=seed_of(seed, unit.index), device=skeleton.device):
+                store.set_parameter(unit, by_name[name], value)
+        return
+    homes = {unit.names[entry.name]: (unit, entry) for unit in store.units for entry in unit.layout.entries}
+    buffers = set(skeleton.buffer_names)
+
+    def put(name: str, value: torch.Tensor) -> None:
+        if name in buffers:
+            skeleton.set_buffer(name, value)
+        else:
+            store.set_parameter(*homes[name], value)
+
+    fill(put, source, [*homes, *skeleton.buffer_names])
+
+
+class _LiveSource:
+    """Parameters of a live model, by name."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+    def load(self, name: str) -> torch.Tensor:
+        return self._values[name].detach().cpu()
+
+    def num_bytes(self, name: str) -> int:
+        value = self._values[name]
+        return value.numel() * value.element_size()

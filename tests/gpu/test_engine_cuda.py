@@ -1,0 +1,139 @@
+"""The engine on a CUDA device against plain autograd on the same device: fp32, bf16, compiled, streamed and resident."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import layerferry
+from layerferry.backends.cuda import CudaBackend, device_count
+from layerferry.config import Config, ModelConfig, TrainConfig
+from layerferry.engine.batch import MicroBatch
+from layerferry.engine.engine import Engine
+from layerferry.engine.oracle import loss_and_gradients
+from layerferry.layout import GRAD
+from layerferry.objectives import CrossEntropy
+from layerferry.plan import Plan
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="no CUDA device")]
+
+SMALL = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 1024, "max_position_embeddings": 512,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": SMALL,
+    "qwen2": {**SMALL, "tie_word_embeddings": True},
+    "gemma2": {**SMALL, "head_dim": 64, "sliding_window": 32, "query_pre_attn_scalar": 64},
+    "qwen3_moe": {**SMALL, "head_dim": 64, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+}
+
+
+def model_of(family: str, dtype: torch.dtype) -> Any:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**FAMILIES[family]), dtype=dtype)
+    return model.cuda().train()
+
+
+def batches(count: int = 3, rows: int = 4, tokens: int = 128, seed: int = 0) -> list[MicroBatch]:
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for number in range(count):
+        ids = torch.randint(3, 1024, (rows, tokens), generator=generator)
+        labels = ids.clone()
+        labels[:, : 10 * number] = -100
+        found.append(MicroBatch(input_ids=ids, labels=labels, lengths=torch.full((rows,), tokens)))
+    return found
+
+
+def engine_of(model: Any, plan: Plan) -> Engine:
+    config = Config(model=ModelConfig(model_name_or_path="live"), train=TrainConfig(fp32=plan.fp32))
+    return layerferry.load(model, config=config, plan=plan, backend=CudaBackend())
+
+
+def gradients(engine: Engine) -> dict[str, torch.Tensor]:
+    engine.backend.synchronize()
+    return {
+        unit.names[entry.name]: engine.store.plane(unit, GRAD).view(entry).float().clone()
+        for unit in engine.store.units
+        for entry in unit.layout.entries
+    }
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / (expected.double().norm() + 1e-30))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp32_gradients_equal_plain_autograd(family: str) -> None:
+    model = model_of(family, torch.float32)
+    engine = engine_of(model, Plan(fp32=True, num_slots=2, num_slabs=1, chunk_tokens=100))
+    report = engine.step(batches(), CrossEntropy(fused=False), lr=0.0)
+    loss, expected = loss_and_gradients(model, batches())
+    assert report.loss == pytest.approx(float(loss), rel=1e-5)
+    found = gradients(engine)
+    # fp32 sums in another order: a few hundred terms at 6e-8 each
+    assert max(relative(found[name], expected[name].cpu()) for name in expected) < 1e-4
+    engine.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_bf16_gradients_are_as_close_to_fp32_as_plain_bf16_autograd(family: str, compiled: bool) -> None:
+    exact_model = model_of(family, torch.float32)
+    plain_model = model_of(family, torch.float32).to(torch.bfloat16)
+    exact_model.load_state_dict(plain_model.float().state_dict())
+    plain_model = plain_model.to(torch.bfloat16)
+    _, exact = loss_and_gradients(exact_model, batches())
+    _, plain = loss_and_gradients(plain_model, batches())
+    engine = engine_of(
+        plain_model, Plan(num_slots=3, compile=compiled, activation_budget=0.5 if compiled else 1.0, chunk_tokens=128)
+    )
+    engine.step(batches(), lr=0.0)
+    found = gradients(engine)
+    for name in exact:
+        own, theirs = relative(found[name], exact[name].cpu()), relative(plain[name].float(), exact[name])
+        assert own < 1.5 * theirs + 4e-3, f"{name}: {own:.2e} against {theirs:.2e}"  # one bf16 rounding is 2**-9 = 2e-3
+    engine.close()
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.5, 0.0])
+def test_streamed_equals_resident_bit_for_bit(budget: float) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        found = []
+        for slots in (2, 5):
+            engine = engine_of(model_of("llama", torch.bfloat16), Plan(num_slots=slots, compile=True, activation_budget=budget))
+            for number in range(3):
+                engine.step(batches(seed=number), lr=1e-3)
+            engine.settle()
+            found.append([engine.store.master(u, e) for u in engine.store.units for e in u.layout.entries])
+            engine.close()
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_fused_head_equals_the_reference() -> None:
+    results = {}
+    for fused in (False, True):
+        engine = engine_of(model_of("llama", torch.bfloat16), Plan(num_slots=2, chunk_tokens=200))
+        report = engine.step(batches(), CrossEntropy(fused=fused), lr=0.0)
+        results[fused] = (report.loss, gradients(engine))
+        engine.close()
+    assert results[True][0] == pytest.approx(results[False][0], rel=1e-4)
+    for name, expected in results[False][1].items():
+        assert relative(results[True][1][name], expected) < 2e-2, name
+
+
+def test_a_training_run_learns_and_evaluates() -> None:
+    engine = engine_of(model_of("llama", torch.bfloat16), Plan(num_slots=3, compile=True, activation_budget=0.3))
+    first = engine.evaluate(batches()).loss
+    for _ in range(8):
+        engine.step(batches(), lr=1e-3)
+    assert engine.evaluate(batches()).loss < first - 0.3
+    engine.close()
