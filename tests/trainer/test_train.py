@@ -1,0 +1,203 @@
+"""``train`` with the real engine on a tiny Llama: the losses of a plain torch loop, and the whole output folder.
+
+The oracle trains the same model in fp32 on the same micro-batches with torch's AdamW, transformers' schedule and
+``clip_grad_norm_``. Its sums are taken in another order, so losses may differ by rounding: each of a few thousand
+fp32 operations on the way adds at most 6e-8 of its size, and eight updates carry it on; 1e-4 relative bounds that
+with room, while an error in schedule, clipping, accumulation or decay shows at 1e-2.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from layerferry.config import Config, DataConfig, EngineConfig, ModelConfig, OptimConfig, TrainConfig
+from layerferry.data import Cursor, Sampler, build, step_batches, tokenizer
+from layerferry.errors import ConfigError
+from layerferry.trainer import train
+from tests.trainer.fakes import read_lines
+
+TOKENIZER = Path(__file__).parents[1] / "goldens" / "data" / "tokenizer"
+WORDS = ("ferry", "river", "bank", "rope", "load", "north", "tide", "cold")
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("model")
+    for path in TOKENIZER.iterdir():
+        shutil.copy(path, folder)
+    config = LlamaConfig(
+        vocab_size=len(AutoTokenizer.from_pretrained(folder)),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Thirteen texts of different lengths."""
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    texts = [" ".join(WORDS[(i * 5 + j) % len(WORDS)] for j in range(3 + 2 * i)) for i in range(13)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def make_config(model: Path, rows: Path, output: Path, *, engine: EngineConfig | None = None, **train: Any) -> Config:
+    return Config(
+        model=ModelConfig(model_name_or_path=str(model)),
+        data=DataConfig(
+            dataset=(str(rows),), cutoff_len=48, packing=False, template="empty", val_size=train.pop("val_size", 0.0)
+        ),
+        optim=OptimConfig(learning_rate=3e-3, lr_scheduler_type="cosine", warmup_ratio=0.2, weight_decay=0.1, max_grad_norm=0.5),
+        train=TrainConfig(
+            stage="pt",
+            output_dir=str(output),
+            fp32=True,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            **{"logging_steps": 1, "num_train_epochs": 2, "save_strategy": "no", **train},
+        ),
+        engine=engine or EngineConfig(device="cpu"),
+    )
+
+
+def oracle_losses(config: Config) -> list[tuple[float, float, float]]:
+    """(loss, gradient norm, learning rate) of every step, in plain torch."""
+    from transformers import AutoModelForCausalLM, get_scheduler
+
+    loaded = tokenizer.load(config)
+    data = build(config, loaded.tokenizer)
+    sampler = Sampler.of(config, len(data.train))
+    total = sampler.total_steps(config.train.num_train_epochs)
+    model = AutoModelForCausalLM.from_pretrained(config.model.model_name_or_path, dtype=torch.float32, attn_implementation="sdpa")
+    decayed = [p for n, p in model.named_parameters() if "norm" not in n]
+    plain = [p for n, p in model.named_parameters() if "norm" in n]
+    groups = [{"params": decayed, "weight_decay": config.optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=config.optim.learning_rate)
+    schedule = get_scheduler("cosine", optimizer, num_warmup_steps=-(-total // 5), num_training_steps=total)
+    found = []
+    batches = step_batches(data.train, sampler, Cursor(), 1, data.pad_id)
+    for _ in range(total):
+        micro_batches = next(batches).micro_batches
+        targets = sum(m.num_targets for m in micro_batches)
+        loss = torch.zeros(())
+        for m in micro_batches:
+            width = int(m.lengths.max())
+            logits = model(m.input_ids[:, :width]).logits[:, :-1]
+            loss = (
+                loss
+                + torch.nn.functional.cross_entropy(logits.flatten(0, 1), m.labels[:, 1:width].flatten(), reduction="sum")
+                / targets
+            )
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm)
+        found.append((loss.item(), norm.item(), schedule.get_last_lr()[0]))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return found
+
+
+def test_losses_are_those_of_plain_torch(model_folder: Path, rows: Path, tmp_path: Path) -> None:
+    config = make_config(model_folder, rows, tmp_path)
+    expected = oracle_losses(config)
+    train(config)
+    logged = [e for e in json.loads((tmp_path / "trainer_state.json").read_text())["log_history"] if "loss" in e]
+    assert len(logged) == len(expected) == 8
+    for entry, (loss, norm, lr) in zip(logged, expected, strict=True):
+        assert entry["loss"] == pytest.approx(loss, rel=1e-4)
+        assert entry["grad_norm"] == pytest.approx(norm, rel=1e-3)
+        assert entry["learning_rate"] == pytest.approx(lr, rel=1e-12)
+    assert expected[0][2] == 0.0 and expected[-1][0] < expected[0][0] - 0.05
+
+
+def test_the_whole_output_folder(model_folder: Path, rows: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    output = tmp_path / "out"
+    config = make_config(
+        model_folder,
+        rows,
+        output,
+        val_size=3,
+        eval_strategy="steps",
+        eval_steps=3,
+        save_strategy="steps",
+        save_steps=2,
+        save_total_limit=2,
+        plot_loss=True,
+        include_num_input_tokens_seen=True,
+    )
+    with caplog.at_level(logging.INFO, "layerferry"):
+        train(config)
+    names = {path.name for path in output.iterdir()}
+    assert names >= {
+        "README.md",
+        "all_results.json",
+        "train_results.json",
+        "eval_results.json",
+        "trainer_log.jsonl",
+        "trainer_state.json",
+        "training_loss.png",
+        "training_eval_loss.png",
+        "model.safetensors",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "checkpoint-4",
+        "checkpoint-6",
+    }
+    assert not [name for name in names if "partial" in name or name == "checkpoint-2"]
+    results = json.loads((output / "all_results.json").read_text())
+    assert set(results) >= {"epoch", "eval_loss", "eval_runtime", "perplexity", "total_flos", "train_loss", "train_runtime"}
+    lines = read_lines(output / "trainer_log.jsonl")
+    assert [line["current_steps"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert [line["current_steps"] for line in lines if "eval_loss" in line] == [3, 6]
+    assert lines[-1]["total_tokens"] > 0
+    AutoTokenizer.from_pretrained(output)
+    final = AutoModelForCausalLM.from_pretrained(output).state_dict()
+    last = AutoModelForCausalLM.from_pretrained(output / "checkpoint-6").state_dict()
+    before = AutoModelForCausalLM.from_pretrained(model_folder).state_dict()
+    assert all(torch.equal(final[name], last[name]) for name in final)
+    assert all(not torch.equal(final[name], before[name]) for name in final)
+    assert "step 6/6" in caplog.text
+
+
+def test_evaluation_alone(model_folder: Path, rows: Path, tmp_path: Path) -> None:
+    train(make_config(model_folder, rows, tmp_path, val_size=3, do_train=False, do_eval=True))
+    assert json.loads((tmp_path / "eval_results.json").read_text())["eval_loss"] > 0
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"do_train": False}, "nothing to do"),
+        ({"num_train_epochs": 0}, "num_train_epochs: 0 trains nothing"),
+        ({"do_eval": True}, "do_eval: true needs rows"),
+        ({"report_to": ("mlflow",)}, "mlflow is not supported"),
+    ],
+)
+def test_refused_before_the_model_is_loaded(
+    model_folder: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr("layerferry.api.load", lambda *a, **k: pytest.fail("loaded"))
+    with pytest.raises(ConfigError, match=message):
+        train(make_config(model_folder, rows, tmp_path / "out", **change))
+    assert not (tmp_path / "out").exists()
