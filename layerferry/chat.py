@@ -69,8 +69,8 @@ class Talker:
             roles = {"user": USER, "assistant": ASSISTANT}
             turns = [Message(role=roles[turn["role"]], content=turn["content"]) for turn in self.history]
             messages = (*turns, Message(role=ASSISTANT, content=""))
-            asked, _ = self.template.encode_oneturn(self.tokenizer, Conversation(messages=messages))
-            return list(asked)
+            pairs = self.template.encode_multiturn(self.tokenizer, Conversation(messages=messages), only_last=True)
+            return [token for asked, answered in pairs[:-1] for token in (*asked, *answered)] + pairs[-1][0]
         system = [{"role": "system", "content": options.default_system}] if options.default_system else []
         thinking = {} if options.enable_thinking is None else {"enable_thinking": options.enable_thinking}
         rendered = self.tokenizer.apply_chat_template(

@@ -30,7 +30,6 @@ class ModelConfig:
     add_tokens: tuple[str, ...] = ()
     add_special_tokens: tuple[str, ...] = ()
     split_special_tokens: bool = False
-    rope_scaling: str | None = None
     flash_attn: str = "auto"
     """auto, disabled (eager), sdpa, fa2, fa3."""
     moe_aux_loss_coef: float | None = None
@@ -62,15 +61,11 @@ class DataConfig:
     max_samples: int | None = None
     val_size: float = 0.0
     eval_on_each_dataset: bool = False
-    ignore_pad_token_for_loss: bool = True
     mix_strategy: str = "concat"
     interleave_probs: tuple[float, ...] = ()
     streaming: bool = False
-    buffer_size: int = 16384
-    overwrite_cache: bool = False
     preprocessing_batch_size: int = 1000
     """Rows that are packed together: a knapsack never looks further."""
-    preprocessing_num_workers: int | None = None
     tokenized_path: str | None = None
 
 
@@ -183,7 +178,6 @@ class ChatConfig:
     """A LLaMA-Factory template name; None and auto: the model folder's own chat template."""
     default_system: str | None = None
     enable_thinking: bool | None = True
-    infer_backend: str = "huggingface"
     infer_dtype: str = "auto"
     do_sample: bool = True
     """False: always the likeliest token."""

@@ -4,6 +4,7 @@ Imports count wherever they stand, also inside functions: a lazy import upwards 
 """
 
 import ast
+import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import layerferry
+from layerferry import config
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "layerferry"
@@ -156,6 +158,23 @@ def test_heavy_packages_are_imported_inside_functions() -> None:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
             assert not heavy & {name.split(".")[0] for name in names}, f"{name_of(path)}:{node.lineno}"
+
+
+def test_every_setting_is_read() -> None:
+    """Silence means honoured: a field that nothing reads would be a promise that nobody keeps."""
+    unread = {"finetuning_type"}  # full is the only one: the reader of files sees to it
+    readers = [path for path in SOURCES if own_part(path) not in ("config", "interop")]
+    sections = (
+        config.ModelConfig,
+        config.DataConfig,
+        config.OptimConfig,
+        config.TrainConfig,
+        config.EngineConfig,
+        config.ChatConfig,
+    )
+    names = {field.name for section in sections for field in dataclasses.fields(section)}
+    found = {text.rsplit(".", 1)[-1] for path in readers for text, _ in attributes(path)}
+    assert names - found <= unread
 
 
 def test_public_names_are_frozen_and_resolve() -> None:
