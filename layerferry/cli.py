@@ -101,7 +101,7 @@ def _parser() -> Parser:
         "export",
         _export,
         "rewrite a model folder: shard size, element type",
-        "[CONFIG.yaml] model_name_or_path=DIR export_dir=DIR [key=value ...]",
+        "MODEL_DIR|CONFIG.yaml export_dir=DIR [export_size=GB] [infer_dtype=bfloat16] [key=value ...]",
     )
     command("version", _version, "print the version", "")
     command("env", _env, "print the versions that a bug report needs", "")
