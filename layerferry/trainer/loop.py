@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +61,8 @@ class Loop:
     reporters: list[Reporter]
     progress: Progress
     meter: Meter
+    flops_per_token: Callable[[float], float]
+    """Model FLOPs of a token in a row of so many."""
     totals: Totals = field(default_factory=Totals)
     last_eval: tuple[int, dict[str, float]] | None = None
     """Step and metrics of the newest evaluation."""
@@ -89,7 +92,7 @@ class Loop:
         totals.loss += report.loss
         totals.window_loss += report.loss
         totals.window_steps += 1
-        flops = model_flops(batch.micro_batches, self.engine.flops_per_token)
+        flops = model_flops(batch.micro_batches, self.flops_per_token)
         self.history.tokens_seen += report.num_tokens
         self.history.total_flops += flops
         self.meter.add(Work(report.num_tokens, flops, time.monotonic() - begin))

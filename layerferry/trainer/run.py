@@ -18,6 +18,8 @@ from layerferry.data import DataSets, Sampler, build, tokenizer
 from layerferry.engine.engine import Engine
 from layerferry.errors import ConfigError
 from layerferry.optim.schedule import schedule_of
+from layerferry.planner.flops import Flops
+from layerferry.planner.machine import machine_for
 from layerferry.trainer.cadence import Cadence
 from layerferry.trainer.card import model_card
 from layerferry.trainer.checkpoints import Checkpoints, save_model
@@ -67,13 +69,20 @@ def train(config: Config) -> None:
                 checkpoints=Checkpoints(folder, config.train.save_total_limit),
                 reporters=reporters,
                 progress=shown,
-                meter=Meter(api.matmul_flops_per_s(engine)),
+                meter=Meter(device_flops_per_s(config, engine)),
+                flops_per_token=Flops.of(engine.skeleton).per_token,
             )
             run(loop, folder)
         for reporter in reporters:
             reporter.close()
     finally:
         engine.close()
+
+
+def device_flops_per_s(config: Config, engine: Engine) -> float | None:
+    """The device's rate of matrix products, measured or stated; None on a CPU, where a share of it says little."""
+    machine = machine_for(config.engine, engine.backend)
+    return None if machine.is_cpu else machine.matmul_flops_per_s.value
 
 
 def wants_evaluation(config: Config) -> bool:

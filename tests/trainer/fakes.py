@@ -67,9 +67,6 @@ class FakeEngine:
             raise OSError(28, "No space left on device")
         (folder / "model.safetensors").write_bytes(b"weights")
 
-    def flops_per_token(self, row_tokens: float) -> float:
-        return 100.0 + row_tokens
-
 
 class FakeSchedule:
     """0.1 x the number of updates done; remembers what it observed."""
@@ -129,6 +126,7 @@ def make_loop(config: Config, engine: FakeEngine, *, num_rows: int = 7, num_eval
         reporters=[],
         progress=PlainLog(),
         meter=Meter(None),
+        flops_per_token=lambda row_tokens: 100.0 + row_tokens,
     )
 
 
