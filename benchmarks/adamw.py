@@ -2,7 +2,8 @@
 
 The step is bound by memory, so the physical rate is the yardstick: ``ceiling`` moves the bytes of the AdamW (26 per parameter:
 14 read, 12 written, in place) with next to no arithmetic, in the same process, on buffers of the same kind, taking turns with
-it. The claim is a share of at least 90 %; the exit status says whether it holds.
+it. Rates are of the best repeat, as STREAM's are; the median stands beside it and tells how quiet the machine was. The claim
+is a share of at least 90 %; the exit status says whether it holds.
 
     python benchmarks/adamw.py --params 200e6 --threads 16
 """
@@ -26,8 +27,8 @@ from layerferry.optim.load import load_kernels
 from layerferry.optim.native_kernels import NativeKernels
 from layerferry.optim.reference import ReferenceKernels
 
-BYTES_PER_PARAM = {"split_bf16": 26, "split_fp32": 28, "fp32": 28}
-"""Read and written in one step, by form of the weight and gradient."""
+BYTES_PER_PARAM = 26
+"""Read 14 (weight 2, residue 2, gradient 2, moments 8) and written 12 (all but the gradient)."""
 CLAIMED_SHARE = 0.90
 
 Planes = dict[str, Tensor]
@@ -64,20 +65,22 @@ def seconds(work: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def alternating(works: list[Callable[[], None]], repeats: int) -> list[float]:
-    """Median seconds of each, the works taking turns after one unmeasured turn: slow spells of a machine meet them all."""
+def alternating(works: list[Callable[[], None]], repeats: int) -> list[list[float]]:
+    """Seconds of each repeat, per work; they take turns, after one unmeasured turn: slow spells of a machine meet them all."""
     rounds = [[seconds(work) for work in works] for _ in range(repeats + 1)][1:]
-    return [statistics.median(samples) for samples in zip(*rounds, strict=True)]
+    return [list(samples) for samples in zip(*rounds, strict=True)]
 
 
-def row(kernel: str, numel: int, threads: int, bytes_per_param: int, median_s: float) -> dict[str, object]:
+def row(kernel: str, numel: int, threads: int, samples_s: list[float]) -> dict[str, object]:
+    best_s = min(samples_s)
     return {
         "benchmark": "adamw",
         "kernel": kernel,
         "params": numel,
         "threads": threads,
-        "ns_per_param": round(median_s / numel * 1e9, 4),
-        "gb_per_s": round(numel * bytes_per_param / median_s / 1e9, 2),
+        "ns_per_param": round(best_s / numel * 1e9, 4),
+        "ns_per_param_median": round(statistics.median(samples_s) / numel * 1e9, 4),
+        "gb_per_s": round(numel * BYTES_PER_PARAM / best_s / 1e9, 2),
         "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__},
     }
 
@@ -86,7 +89,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="AdamW on the split master: ns per parameter, GB/s, share of the ceiling.")
     parser.add_argument("--params", type=float, default=50e6, help="parameters of the unit (default 50e6)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--reference", action="store_true", help="also time the torch reference")
     options = parser.parse_args()
     kernels = load_kernels()
@@ -101,14 +104,14 @@ def main() -> int:
         kernels.ceiling(*spoilt.values(), threads=threads)
 
     step_s, ceiling_s = alternating([lambda: split_step(kernels, planes, threads), ceiling], options.repeats)
-    share = ceiling_s / step_s
+    share = min(ceiling_s) / min(step_s)
     rows = [
-        row("adamw_split_bf16", numel, threads, BYTES_PER_PARAM["split_bf16"], step_s) | {"share_of_ceiling": round(share, 4)},
-        row("ceiling", numel, threads, BYTES_PER_PARAM["split_bf16"], ceiling_s),
+        row("adamw_split_bf16", numel, threads, step_s) | {"share_of_ceiling": round(share, 4)},
+        row("ceiling", numel, threads, ceiling_s),
     ]
     if options.reference:
         [reference_s] = alternating([lambda: split_step(ReferenceKernels(), planes, threads)], 2)
-        rows.append(row("reference_split_bf16", numel, threads, BYTES_PER_PARAM["split_bf16"], reference_s))
+        rows.append(row("reference_split_bf16", numel, threads, reference_s))
     for line in rows:
         print(json.dumps(line))
     return 0 if share >= CLAIMED_SHARE else 1
