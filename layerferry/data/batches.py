@@ -228,7 +228,7 @@ class Prefetch(Generic[Item]):
     def __next__(self) -> Item:
         if self._ended:
             raise StopIteration
-        kind, value = self._queue.get()
+        kind, value = self._take()
         if kind == "item":
             item: Item = value
             return item
@@ -236,6 +236,14 @@ class Prefetch(Generic[Item]):
         if kind == "error":
             raise value
         raise StopIteration
+
+    def _take(self) -> tuple[str, Any]:
+        while True:
+            try:
+                return self._queue.get(timeout=0.1)
+            except queue.Empty:
+                if self._stop.is_set():
+                    return "end", None
 
     def close(self) -> None:
         """End the thread; what it has prepared is dropped."""

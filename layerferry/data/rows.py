@@ -139,6 +139,8 @@ def _openai(row: dict[str, Any], entry: Entry, origin: str) -> Conversation:
             messages.append(Message(role=FUNCTION, content=_calls(turn, entry)))
             continue
         content = _flat_text(_content(turn, entry), "a message")
+        if role == ASSISTANT and isinstance(turn.get("reasoning_content"), str) and not entry.openai_quirks:
+            content = f"<think>\n{turn['reasoning_content']}\n</think>\n\n{content}"
         if role == OBSERVATION and messages and messages[-1].role == OBSERVATION:
             messages[-1] = Message(role=role, content=f"{messages[-1].content}{BETWEEN_RESULTS}{content}")
         else:

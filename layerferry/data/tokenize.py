@@ -122,6 +122,8 @@ def pt_rows(conversations: Iterable[Conversation], tokenizer: Any, data: DataCon
     end = "<|end_of_text|>" if data.template == "llama3" else tokenizer.eos_token
     begins = bool(getattr(tokenizer, "add_bos_token", False)) and tokenizer.bos_token is not None
     joins = data.packing is None or data.packing
+    # LLaMA-Factory takes a token off cutoff_len when packing is asked for by name, but not when stage pt turns it on.
+    size = data.cutoff_len - bool(data.packing)
     for chunk in chunks(conversations, data.preprocessing_batch_size):
         texts = [conversation.messages[0].content + end for conversation in chunk]
         if not joins and begins:
@@ -130,7 +132,7 @@ def pt_rows(conversations: Iterable[Conversation], tokenizer: Any, data: DataCon
         if not joins:
             yield from (_text_row(ids[: data.cutoff_len], tokenizer) for ids in encoded)
             continue
-        for ids in blocks(encoded, data.cutoff_len):
+        for ids in blocks(encoded, size):
             if begins:
                 ids[0] = tokenizer.bos_token_id
             yield _text_row(ids, tokenizer)

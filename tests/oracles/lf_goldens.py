@@ -177,6 +177,8 @@ def main(folder: Path) -> None:
     cases = json.loads((folder / "convert_cases.json").read_text(encoding="utf-8"))
     write(folder / "lf_convert.json", {name: convert(case) for name, case in cases.items()})
 
+    write(folder / "lf_mix.json", mixes())
+
     derived = {}
     for name, text in json.loads((folder / "chat_templates.json").read_text(encoding="utf-8")).items():
         try:
@@ -201,6 +203,32 @@ def derive(rows: list[dict[str, Any]], chat_template: str) -> list[Any]:
         return [value and digest(value) for value in encode(rows, None)]
     finally:
         tokenizer = plain
+
+
+def mixes() -> dict[str, Any]:
+    """What the datasets library and LLaMA-Factory's loader do with row numbers."""
+    import numpy as np
+    from datasets import Dataset, interleave_datasets
+
+    found: dict[str, Any] = {}
+    for counts in ((5, 3), (4, 9, 6)):
+        sets = [Dataset.from_dict({"source": [i] * n, "row": list(range(n))}) for i, n in enumerate(counts)]
+        for strategy, stopping in (("under", "first_exhausted"), ("over", "all_exhausted")):
+            for weights in (None, [0.7, 0.3] if len(counts) == 2 else [0.2, 0.5, 0.3]):
+                mixed = interleave_datasets(sets, weights, seed=42, stopping_strategy=stopping)
+                found[json.dumps([counts, f"interleave_{strategy}", weights or []])] = [
+                    [row["source"], row["row"]] for row in mixed
+                ]
+    for count, size, seed in ((10, 0.25, 42), (91, 0.1, 42), (30, 7, 3)):
+        parts = Dataset.from_dict({"row": list(range(count))}).train_test_split(test_size=size, seed=seed)
+        found[json.dumps(["split", count, size, seed])] = [parts["train"]["row"][:], parts["test"]["row"][:]]
+    np.random.seed(42)
+    for count, wanted in ((6, 4), (5, 12)):
+        index = np.random.permutation(count)[:wanted]
+        more = wanted - len(index)
+        index = np.concatenate((index, np.random.choice(count, more))) if more > 0 else index
+        found[json.dumps(["drawn", count, wanted])] = [int(i) for i in index]
+    return found
 
 
 SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
