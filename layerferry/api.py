@@ -22,7 +22,7 @@ from layerferry.engine.engine import Engine
 from layerferry.engine.pretrained import ModelFolder
 from layerferry.engine.randomness import seed_of
 from layerferry.errors import CheckpointError
-from layerferry.models.build import build_on_meta, read_config, take_block_size
+from layerferry.models.build import ATTENTION, build_on_meta, read_config, take_block_size
 from layerferry.models.initial import initial_parameters
 from layerferry.models.parameter_source import ParameterSource
 from layerferry.models.skeleton import Skeleton
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
-
-ATTENTION = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
-"""LLaMA-Factory's ``flash_attn`` -> transformers' attention implementation."""
 
 
 def load(

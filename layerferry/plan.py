@@ -29,10 +29,17 @@ class Seconds:
     upload: float
     download: float
     optimizer: float
+    exposed: float = 0.0
+    """What nothing can hide: the first units' update and upload, the last gradient, an optimizer longer than its window."""
 
     @property
     def overlapped(self) -> float:
         return max(self.compute, self.upload, self.download, self.optimizer)
+
+    @property
+    def step(self) -> float:
+        """The prediction."""
+        return min(self.overlapped + self.exposed, self.serial)
 
     @property
     def serial(self) -> float:
@@ -106,7 +113,8 @@ class Plan:
                 "upload": s.upload,
                 "download": s.download,
                 "optimizer": s.optimizer,
-                "step": s.overlapped,
+                "exposed": s.exposed,
+                "step": s.step,
                 "step_without_overlap": s.serial,
                 "limit": s.limit,
             }

@@ -69,3 +69,9 @@ class CpuBackend:
 
     def reset_peak(self) -> None:
         return None
+
+    def allocated_bytes(self) -> int:
+        return 0
+
+    def drop_workspaces(self) -> None:
+        return None

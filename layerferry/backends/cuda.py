@@ -156,6 +156,15 @@ class CudaBackend:
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
 
+    def allocated_bytes(self) -> int:
+        return int(torch.cuda.memory_allocated(self.device))
+
+    def drop_workspaces(self) -> None:
+        """Free the matrix libraries' workspaces and cached blocks, as in a new process."""
+        self.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
     # ---------------------------------------------------------------- the machine
 
     def memory(self) -> tuple[int, int]:
@@ -179,6 +188,26 @@ class CudaBackend:
             self.synchronize()
             rates.append(3 * num_bytes / (time.perf_counter() - begin))
         return rates[0], rates[1]
+
+    def links_together_bytes_per_s(self, num_bytes: int = 1 << 30) -> tuple[float, float]:
+        """Measured upload and download rate while both lanes run, over pinned memory."""
+        host = [self.host_buffer(num_bytes, travels=True) for _ in range(2)]
+        device = [self.device_buffer(num_bytes) for _ in range(2)]
+        self.synchronize()
+        begin = time.perf_counter()
+        for _ in range(4):
+            self.copy(Lane.UPLOAD, device[0], host[0])
+            self.copy(Lane.DOWNLOAD, host[1], device[1])
+        rates = []
+        for lane in (Lane.UPLOAD, Lane.DOWNLOAD):
+            self._streams[lane].synchronize()
+            rates.append(4 * num_bytes / (time.perf_counter() - begin))
+        return rates[0], rates[1]
+
+    @property
+    def can_pin(self) -> bool:
+        """Whether the system has let us pin host memory so far."""
+        return self._can_pin
 
     def matmul_flops_per_s(self, rows: int = 16384, inner: int = 4096, columns: int = 16384) -> float:
         """Measured bf16 matrix-multiply rate on random data."""

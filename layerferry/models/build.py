@@ -17,6 +17,8 @@ from layerferry.errors import CheckpointError, ModelRefused
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+ATTENTION = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
+"""LLaMA-Factory's ``flash_attn`` -> transformers' attention implementation."""
 OTHER_MODALITIES = ("vision_config", "audio_config", "image_config", "speech_config")
 
 

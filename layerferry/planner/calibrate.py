@@ -1,0 +1,276 @@
+"""Measure what the compiler and autograd keep: each distinct layer once, forward and backward, and the head, at the plan's
+own shape.
+
+The measured object is the engine's: the tape, the template as the plan prepares it, the objective, over scratch slots with
+random weights. Differences of the backend's count of allocated bytes are all that is used, so whatever else is allocated
+cancels:
+
+- a layer's ``kept``: allocated after its forward minus before (its output and what was saved; the input was there before);
+- its ``forward_peak`` and ``backward_peak``: the peak minus what was allocated before. Before the backward the kept tensors
+  and the incoming gradient are there, as in the sweep;
+- the head's ``head_peak`` the same way, with every token trained: the fullest case;
+- ``workspaces``: what stays allocated once everything is gone (matrix libraries' buffers, which a new process lacks).
+
+Everything runs twice and the second run counts: the first compiles and tunes. Results are cached per user, keyed by whatever
+could change them. Checked by ``tests/planner/test_calibrate.py`` with a backend that counts CPU tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerferry.backends.base import Backend
+from layerferry.config import cache_folder
+from layerferry.engine.batch import MicroBatch
+from layerferry.engine.compiled import preparer
+from layerferry.engine.feed import Slot
+from layerferry.engine.tape import SideGradients, Tape
+from layerferry.engine.templates import Templates
+from layerferry.layout import FP32_PLANE, WEIGHT_PLANE, Plane
+from layerferry.models.embedding import EmbeddingTap
+from layerferry.models.skeleton import Inputs, Skeleton
+from layerferry.models.stack import LayerCall
+from layerferry.objectives import CrossEntropy, Head
+from layerferry.plan import GIB, Plan
+from layerferry.planner.memory import LayerBytes, Shape, Working
+from layerferry.units import Unit
+from layerferry.version import VERSION
+
+log = logging.getLogger(__name__)
+
+
+def measurer(skeleton: Skeleton, backend: Backend) -> Callable[[Plan, Shape], Working | None] | None:
+    """What ``decide`` calls for a plan's bytes: the cache, or a measurement now. None for a backend that does not count."""
+    if not counts(backend):
+        return None
+
+    def measure(plan: Plan, shape: Shape) -> Working | None:
+        path = cache_file(skeleton, backend, plan, shape)
+        known = _read(path)
+        if known is None:
+            log.info(
+                "measuring activations: %d rows of %d tokens, budget %g",
+                plan.micro_batch_rows,
+                shape.row_tokens,
+                plan.activation_budget,
+            )
+            try:
+                known = calibrate(skeleton, backend, plan, shape)
+            except torch.OutOfMemoryError:
+                log.warning("the device is too full to measure activations: the plan's bytes are an estimate")
+                return None
+            _write(path, known)
+        return known
+
+    return measure
+
+
+def reader(skeleton: Skeleton, backend: Backend) -> Callable[[Plan, Shape], Working | None]:
+    """The same from the cache alone."""
+    return lambda plan, shape: _read(cache_file(skeleton, backend, plan, shape))
+
+
+def counts(backend: Backend) -> bool:
+    """Whether ``backend`` knows how many bytes are allocated."""
+    before = backend.allocated_bytes()
+    probe = backend.device_buffer(1 << 10)
+    return backend.allocated_bytes() > before and probe.numel() > 0
+
+
+def calibrate(skeleton: Skeleton, backend: Backend, plan: Plan, shape: Shape) -> Working:
+    """Measure one micro-batch of ``plan``. The skeleton's ends are unbound afterwards."""
+    gc.collect()
+    backend.drop_workspaces()
+    before = backend.allocated_bytes()
+    bench = _Bench(skeleton, backend, plan, shape)
+    try:
+        hidden, calls, prologue_kept = bench.prologue()
+        firsts = [skeleton.keys.index(key) for key in dict.fromkeys(skeleton.keys)]
+        layers = tuple(bench.layer(index, hidden, calls[index]) for index in firsts)
+        head_peak, evaluation_peak = bench.head(hidden.detach())
+    finally:
+        bench.close()
+    del hidden, calls, bench
+    gc.collect()
+    backend.synchronize()
+    workspaces = max(backend.allocated_bytes() - before, 0)
+    working = Working(
+        prologue_kept=prologue_kept,
+        layers=layers,
+        head_peak=head_peak,
+        evaluation_peak=evaluation_peak,
+        workspaces=workspaces,
+        measured=True,
+    )
+    log.debug("measured %s; workspaces %.3f GiB", working, workspaces / GIB)
+    return working
+
+
+class _Bench:
+    """Scratch slots and accumulators, and the three things that are measured on them."""
+
+    def __init__(self, skeleton: Skeleton, backend: Backend, plan: Plan, shape: Shape) -> None:
+        self._skeleton, self._backend, self._plan = skeleton, backend, plan
+        layers, ends = skeleton.layer_units, [unit for unit in skeleton.units if not unit.is_layer]
+        self._generator = torch.Generator(device=backend.device).manual_seed(0)
+        self._slots = {kind: self._slot(units) for kind, units in ((True, layers), (False, ends))}
+        self._sums = {
+            kind: backend.device_buffer(max(unit.layout.bytes(FP32_PLANE) for unit in units))
+            for kind, units in ((True, layers), (False, ends))
+        }
+        self._templates = Templates(skeleton, preparer(plan))
+        self._micro_batch = _micro_batch(plan, shape, skeleton.vocab_size)
+        self._tape = Tape(list(self._slots.values()), rebuild=not plan.compile and plan.activation_budget < 1.0, audit=False)
+
+    def _slot(self, units: Any) -> Slot:
+        buffer = self._backend.device_buffer(max(unit.layout.bytes(WEIGHT_PLANE) for unit in units))
+        return Slot(0, buffer)
+
+    def _fill(self, unit: Unit) -> Plane:
+        plane = Plane(unit.layout, WEIGHT_PLANE, self._slots[unit.is_layer].buffer)
+        for section in plane.tensors():
+            section.normal_(0.0, 0.02, generator=self._generator)
+        return plane
+
+    def close(self) -> None:
+        """Leave the ends on ``meta``: nothing of the scratch memory is held."""
+        for unit in self._skeleton.units:
+            if not unit.is_layer:
+                empty = torch.empty(unit.layout.bytes(WEIGHT_PLANE), dtype=torch.uint8, device="meta")
+                self._skeleton.bind(unit, Plane(unit.layout, WEIGHT_PLANE, empty))
+
+    def _peaks(self, work: Callable[[], Any]) -> tuple[Any, int, int]:
+        """(result, bytes that stay, peak), both above the level before."""
+        self._backend.synchronize()
+        before = self._backend.allocated_bytes()
+        self._backend.reset_peak()
+        result = work()
+        self._backend.synchronize()
+        return result, self._backend.allocated_bytes() - before, self._backend.peak_bytes() - before
+
+    def prologue(self) -> tuple[Tensor, list[LayerCall], int]:
+        unit = self._skeleton.prologue_unit
+        parameters = self._skeleton.bind(unit, self._fill(unit))
+
+        def run() -> Any:
+            put = self._backend.to_device
+            ids = put(self._micro_batch.input_ids)
+            positions = None if self._micro_batch.position_ids is None else put(self._micro_batch.position_ids)
+            mask = torch.ones_like(ids) if positions is not None and not self._micro_batch.isolated else None
+            tap = EmbeddingTap(parameters)
+            with self._tape.record(unit, self._slots[False]):
+                hidden, calls = self._skeleton.prologue(Inputs(ids, positions, mask), tap)
+            return hidden, calls, tap.look_ups
+
+        run()
+        (hidden, calls, _), kept, _ = self._peaks(run)
+        return hidden, calls, kept
+
+    def layer(self, index: int, hidden: Tensor, call: LayerCall) -> LayerBytes:
+        unit, slot = self._skeleton.layer_units[index], self._slots[True]
+        self._fill(unit)
+        accumulator = Plane(unit.layout, FP32_PLANE, self._sums[True])
+        accumulator.buffer.zero_()
+        template = self._templates.bound(index, slot)
+
+        def forward() -> None:
+            with self._tape.record(unit, slot):
+                self._tape.forward(unit, 0, template, hidden, call)
+
+        def backward() -> None:
+            with self._tape.resolving(unit, slot):
+                self._tape.backward(unit, 0, template, gradient, accumulator, SideGradients())
+
+        gradient = torch.randn(hidden.shape, generator=self._generator, device=hidden.device, dtype=hidden.dtype)
+        forward()
+        backward()
+        _, kept, forward_peak = self._peaks(forward)
+        _, _, backward_peak = self._peaks(backward)
+        return LayerBytes(kept=kept, forward_peak=forward_peak, backward_peak=backward_peak)
+
+    def head(self, hidden: Tensor) -> tuple[int, int]:
+        """Peaks of the training head (its gradient included) and of an evaluation's."""
+        unit = self._skeleton.epilogue_unit
+        parameters = self._skeleton.bind(unit, self._fill(unit))
+        sums = Plane(unit.layout, FP32_PLANE, self._sums[False])
+        sums.buffer.zero_()
+        objective, denominator = CrossEntropy(), float(self._micro_batch.num_targets)
+
+        def train() -> None:
+            head = Head(self._skeleton, parameters, sums, self._plan.chunk_tokens)
+            objective.step(head, hidden, self._micro_batch, denominator)
+
+        def evaluate() -> None:
+            with torch.no_grad():
+                head = Head(self._skeleton, parameters, None, self._plan.chunk_tokens)
+                objective.evaluate(head, hidden, self._micro_batch)
+
+        train()
+        _, _, head_peak = self._peaks(train)
+        evaluate()
+        _, _, evaluation_peak = self._peaks(evaluate)
+        return head_peak, evaluation_peak
+
+
+def _micro_batch(plan: Plan, shape: Shape, vocab_size: int) -> MicroBatch:
+    """Random ids, every token trained; where rows are packed, two samples a row."""
+    rows, tokens = min(plan.micro_batch_rows, shape.rows_per_step), shape.row_tokens
+    ids = torch.randint(0, vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(0))
+    positions = None
+    if shape.packed:
+        half = tokens // 2
+        positions = torch.cat([torch.arange(half), torch.arange(tokens - half)]).expand(rows, tokens).contiguous()
+    lengths = torch.full((rows,), tokens)
+    return MicroBatch(input_ids=ids, labels=ids.clone(), lengths=lengths, position_ids=positions, isolated=shape.isolated)
+
+
+# ---------------------------------------------------------------- the cache
+
+
+def cache_file(skeleton: Skeleton, backend: Backend, plan: Plan, shape: Shape) -> Path:
+    """Named after everything that could change the bytes."""
+    config = skeleton.config.to_dict()
+    facts = {
+        "layerferry": VERSION,
+        "torch": torch.__version__,
+        "device": _device(backend),
+        "config": {key: config[key] for key in sorted(config) if not key.startswith(("_name", "transformers_version"))},
+        "attention": str(getattr(skeleton.config, "_attn_implementation", "")),
+        "rows": plan.micro_batch_rows,
+        "shape": dataclasses.asdict(shape),
+        "plan": [plan.activation_budget, plan.chunk_tokens, plan.compile, plan.fp32],
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+    return cache_folder() / "activations" / f"{skeleton.config.model_type}-{digest[:20]}.json"
+
+
+def _device(backend: Backend) -> str:
+    describe = getattr(backend, "describe", None)
+    return str(describe()) if describe is not None else backend.name
+
+
+def _read(path: Path) -> Working | None:
+    try:
+        found = json.loads(path.read_text())
+        layers = tuple(LayerBytes(**layer) for layer in found.pop("layers"))
+        return Working(layers=layers, **found)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _write(path: Path, working: Working) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(dataclasses.asdict(working), indent=1))
+    except OSError as error:
+        log.warning("%s: cannot be written (%s); activations will be measured again", path, error)

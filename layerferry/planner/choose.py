@@ -1,0 +1,98 @@
+"""Choose a plan for a model on a machine: search, measure what the search has estimated, search again, and say what does not
+fit.
+
+On a device that can be measured the chosen plan's activations are calibrated (or read from an earlier calibration), and the
+search is repeated with the measured bytes; it ends when the choice has been measured. Checked by
+``tests/planner/test_choose.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from layerferry.backends.base import Backend
+from layerferry.config import Config
+from layerferry.errors import PlanError
+from layerferry.layout import PlaneSpec
+from layerferry.models.skeleton import Skeleton
+from layerferry.optim.base import Optimizer
+from layerferry.plan import Plan
+from layerferry.planner import calibrate
+from layerferry.planner.facts import Model
+from layerferry.planner.machine import Machine, machine_for
+from layerferry.planner.memory import Shape, Working
+from layerferry.planner.problem import ESTIMATE_MARGIN, Pins, Problem, key_of, problem
+from layerferry.planner.remedies import shortfall
+from layerferry.planner.search import resident_if_free, search
+from layerferry.store.store import plane_specs
+
+MOST_MEASUREMENTS = 6
+
+Measure = Callable[[Plan, Shape], Working | None]
+"""Calibrated bytes of a plan; None where they cannot be had."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A plan, and why it is not usable (None: it is)."""
+
+    plan: Plan
+    shortfall: str | None
+    pins: Pins
+
+
+def choose(
+    skeleton: Skeleton,
+    specs: Mapping[str, PlaneSpec],
+    machine: Machine,
+    config: Config,
+    row_tokens: int,
+    *,
+    backend: Backend | None = None,
+) -> Plan:
+    """The plan for ``config`` with full rows of ``row_tokens``; calibrated where ``backend`` counts its bytes.
+
+    Raises ``PlanError`` with numbers and remedies where nothing fits. Stores must be built with ``plan_specs(specs, plan)``.
+    """
+    question = problem(Model.of(skeleton), specs, machine, config, row_tokens)
+    measure = None if backend is None else calibrate.measurer(skeleton, backend)
+    decision = decide(question, measure)
+    if decision.shortfall is not None:
+        raise PlanError(decision.shortfall)
+    return decision.plan
+
+
+def choose_for(skeleton: Skeleton, optimizer: Optimizer, config: Config, backend: Backend, *, row_tokens: int) -> Plan:
+    """``choose`` on the machine that this process runs on."""
+    specs = plane_specs(optimizer.state_planes)
+    return choose(skeleton, specs, machine_for(config.engine, backend), config, row_tokens, backend=backend)
+
+
+def decide(question: Problem, measure: Measure | None = None) -> Decision:
+    """The first candidate that fits, or the one that is least short, with its shortfall."""
+    plan, found = search(question)
+    for _ in range(MOST_MEASUREMENTS if measure is not None else 0):
+        if not found or plan.calibrated:
+            break
+        assert measure is not None
+        working = measure(plan, question.shape)
+        if working is None:
+            break
+        question = replace(question, measured={**question.measured, key_of(plan): working})
+        plan, found = search(question)
+    if found:
+        return Decision(plan=with_notes(question, resident_if_free(question, plan)), shortfall=None, pins=question.pins)
+    return Decision(plan=with_notes(question, plan), shortfall=shortfall(question, plan), pins=question.pins)
+
+
+def with_notes(question: Problem, plan: Plan) -> Plan:
+    """``plan`` with what a reader must know of it."""
+    notes = []
+    if plan.num_waves > 1 and not plan.carry_fp32 and not plan.fp32:
+        notes.append(f"{plan.num_waves} waves carry gradients in bf16: one rounding a wave")
+    if not plan.calibrated and not question.machine.is_cpu:
+        notes.append(f"activations are estimated, not measured: {ESTIMATE_MARGIN:.0%} of them is kept free")
+    if question.machine.guessed:
+        notes.append("rates are guesses: `layerferry probe` measures them")
+    return replace(plan, notes=tuple(notes))

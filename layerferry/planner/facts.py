@@ -1,0 +1,242 @@
+"""What the planner must know of a model: a few numbers per layer, read off the real layers on ``meta`` once.
+
+Bytes that autograd keeps are counted by running each distinct layer once on ``meta`` tensors (shapes only, no arithmetic)
+under a saved-tensor hook, at two row lengths: what grows with the square of the row (attention matrices of eager attention)
+is told from what does not. For the compiler, whose choice is not visible there, the estimate is every linear module's output
+and every distinct input of one: 158.7 KB per token of a Qwen2.5-7B layer, where 159 were measured. All of this is an estimate
+until ``calibrate.py`` has measured. Checked by ``tests/planner/test_facts.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerferry.layout import WEIGHT_PLANE, Plane
+from layerferry.models.embedding import EmbeddingTap
+from layerferry.models.skeleton import Inputs, Skeleton, tensors_in
+from layerferry.models.stack import LayerCall
+from layerferry.planner.flops import Flops
+from layerferry.units import Unit
+
+log = logging.getLogger(__name__)
+
+COMPILED_SHARE = 0.6
+"""Share of what plain autograd keeps that compiled layers keep at least at budget 1.0 (159 of 259 KB for Qwen2.5-7B)."""
+_TRIAL_TOKENS = (64, 128)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Estimated bytes per token that one layer's forward leaves: its output and what autograd saves, not its input."""
+
+    eager: float
+    square: float
+    """Further bytes per token *and token of the row*: eager attention's matrices."""
+    compiled: float
+    largest: float
+    """Widest single activation: what transients are made of."""
+
+    def per_token(self, row_tokens: int, budget: float, *, compiled: bool, boundary: float) -> float:
+        """Under ``budget``; ``boundary`` is the bytes per token of hidden states, the least that is kept."""
+        if compiled:
+            return boundary + budget * max(self.compiled - boundary, 0.0)
+        return max(self.eager + self.square * row_tokens, boundary) if budget >= 1.0 else boundary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """The planner's whole knowledge of a model. ``behaviours[i]`` is the kind of layer i, an index into ``kept``."""
+
+    name: str
+    units: tuple[Unit, ...]
+    hidden_size: int
+    vocab_size: int
+    compute_bytes: int
+    """Bytes of a hidden state's element."""
+    behaviours: tuple[int, ...]
+    kept: tuple[Kept, ...]
+    flops: Flops
+    buffer_bytes: int
+    """Bytes of buffers @device: rotary frequencies, router corrections."""
+    rotary_width: int
+    """Elements per position that the prologue hands to the layers beside the hidden states."""
+    mask_bytes: int
+    """Bytes per query and key of a dense attention mask; 0 where none is built for rows that are not isolated."""
+    isolated_mask_bytes: int
+    """The same for packed rows that must not see each other."""
+    has_linear_head: bool
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.behaviours)
+
+    @property
+    def num_params(self) -> int:
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def tied(self) -> bool:
+        return sum(not unit.is_layer for unit in self.units) == 1
+
+    @property
+    def boundary(self) -> int:
+        """Bytes per token of hidden states."""
+        return self.hidden_size * self.compute_bytes
+
+    @classmethod
+    def of(cls, skeleton: Skeleton) -> Model:
+        numbers: dict[Hashable, int] = {}
+        behaviours = tuple(numbers.setdefault(key, len(numbers)) for key in skeleton.keys)
+        firsts = [behaviours.index(number) for number in range(len(numbers))]
+        calls = _layer_calls(skeleton)
+        buffers = [*skeleton.model.buffers(), *(b for own in skeleton.buffers for b in own.values())]
+        compute_bytes = next(skeleton.model.parameters()).dtype.itemsize
+        eager = getattr(skeleton.config, "_attn_implementation", None) == "eager"
+        return cls(
+            name=str(skeleton.config.model_type),
+            units=skeleton.units,
+            hidden_size=skeleton.hidden_size,
+            vocab_size=skeleton.vocab_size,
+            compute_bytes=compute_bytes,
+            behaviours=behaviours,
+            kept=tuple(_kept(skeleton, index, calls) for index in firsts),
+            flops=Flops.of(skeleton),
+            buffer_bytes=sum(b.numel() * b.element_size() for b in buffers),
+            rotary_width=_rotary_width(calls),
+            mask_bytes=compute_bytes if eager else 0,
+            isolated_mask_bytes=compute_bytes if eager else 1,
+            has_linear_head=skeleton.head is not None,
+        )
+
+
+def _layer_calls(skeleton: Skeleton) -> list[list[LayerCall]] | None:
+    """What the prologue gives each layer, for rows of ``_TRIAL_TOKENS``; None where a family's prologue does not run on zeros."""
+    try:
+        with end_weights(skeleton):
+            return [
+                skeleton.prologue(Inputs(torch.zeros(1, n, dtype=torch.int64, device=skeleton.device)), EmbeddingTap(()))[1]
+                for n in _TRIAL_TOKENS
+            ]
+    except Exception as error:  # the family's own code; an estimate from the shapes remains
+        log.debug("%s: no trial prologue: %s", skeleton.config.model_type, error)
+        return None
+
+
+@contextmanager
+def end_weights(skeleton: Skeleton, buffer: Tensor | None = None) -> Iterator[None]:
+    """Bind the prologue to ``buffer`` (None: zeros, on a CPU untouched pages) and back to ``meta``."""
+    unit = skeleton.prologue_unit
+    num_bytes = unit.layout.bytes(WEIGHT_PLANE)
+    given = torch.zeros(num_bytes, dtype=torch.uint8, device=skeleton.device) if buffer is None else buffer
+    skeleton.bind(unit, Plane(unit.layout, WEIGHT_PLANE, given))
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        skeleton.bind(unit, Plane(unit.layout, WEIGHT_PLANE, torch.empty(num_bytes, dtype=torch.uint8, device="meta")))
+
+
+def _rotary_width(calls: list[list[LayerCall]] | None) -> int:
+    if calls is None:
+        return 0
+    seen = {id(t): t for call in calls[0] for t in tensors_in((call.args, call.kwargs))}
+    return sum(t.numel() // _TRIAL_TOKENS[0] for t in seen.values() if t.dim() == 3 and t.shape[-2] == _TRIAL_TOKENS[0])
+
+
+def _kept(skeleton: Skeleton, index: int, calls: list[list[LayerCall]] | None) -> Kept:
+    layer, boundary = skeleton.layers[index], skeleton.hidden_size
+    itemsize = next(layer.parameters()).dtype.itemsize
+    linear, largest = _linear_widths(layer, skeleton.config)
+    eager, square = 1.0 / COMPILED_SHARE * linear * itemsize, 0.0
+    if calls is not None:
+        try:
+            runs = [_meta_run(layer, call[index], n, skeleton.hidden_size) for n, call in zip(_TRIAL_TOKENS, calls, strict=True)]
+            grown = max((runs[1].kept - runs[0].kept) / (_TRIAL_TOKENS[1] - _TRIAL_TOKENS[0]), 0.0)
+            eager = runs[0].kept - grown * _TRIAL_TOKENS[0]
+            square = grown if getattr(skeleton.config, "_attn_implementation", None) == "eager" else 0.0
+            linear = max(runs[0].linear + _expert_width(layer, skeleton.config), 0)
+        except Exception as error:  # data-dependent shapes and the like do not run on meta
+            log.debug("%s: layer %d does not run on meta: %s", skeleton.config.model_type, index, error)
+    compiled = max(linear * itemsize, COMPILED_SHARE * eager)
+    return Kept(eager=eager, square=square, compiled=compiled, largest=max(largest, boundary) * itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    kept: float  # bytes per token, output counted, input and parameters not
+    linear: int  # elements per token: outputs and distinct inputs of linear modules
+
+
+def _meta_run(layer: nn.Module, call: LayerCall, num_tokens: int, hidden_size: int) -> _Run:
+    twin = copy.deepcopy(layer).to("meta").train()
+    dtype = next(twin.parameters()).dtype
+    hidden = torch.zeros(1, num_tokens, hidden_size, dtype=dtype, device="meta", requires_grad=True)
+    args, kwargs = _on_meta(call.args), _on_meta(call.kwargs)
+    given = [*twin.parameters(), *twin.buffers(), *tensors_in((args, kwargs))]
+    known = {_storage(t) for t in given}
+    saved: dict[int, Tensor] = {}
+    inputs: dict[int, Tensor] = {}
+    outputs = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.device.type == "meta" and _storage(tensor) not in known:
+            saved[_storage(tensor)] = tensor
+        return tensor
+
+    def note(module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+        nonlocal outputs
+        outputs += output.shape[-1]
+        inputs[_storage(given[0])] = given[0]
+
+    hooks = [m.register_forward_hook(note) for m in twin.modules() if is_linear(m)]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        if call.hidden_name is None:
+            twin(hidden, *args, **kwargs)
+        else:
+            twin(*args, **{call.hidden_name: hidden}, **kwargs)
+    for hook in hooks:
+        hook.remove()
+    saved.pop(_storage(hidden), None)
+    kept = sum(t.untyped_storage().nbytes() for t in saved.values()) + hidden.numel() * dtype.itemsize
+    return _Run(kept / num_tokens, outputs + sum(t.shape[-1] for t in inputs.values()))
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to("meta")
+    if isinstance(value, dict):
+        return {key: _on_meta(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_on_meta(item) for item in value)
+    return value
+
+
+def is_linear(module: nn.Module) -> bool:
+    """A matrix multiplication as a module; GPT-2 calls its own ``Conv1D``."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _linear_widths(layer: nn.Module, config: Any) -> tuple[int, int]:
+    """(sum of outputs and inputs of linear modules and active experts, the widest), elements per token."""
+    shapes = [p.shape for m in layer.modules() if is_linear(m) for p in m.parameters(recurse=False) if p.dim() == 2]
+    widest = max((max(shape) for shape in shapes), default=0)
+    return sum(sum(shape) for shape in shapes) + _expert_width(layer, config), max(widest, _expert_width(layer, config) // 4)
+
+
+def _expert_width(layer: nn.Module, config: Any) -> int:
+    """Elements per token that pass through fused experts ([experts, out, in] parameters): each of the chosen ones' sides."""
+    text = config.get_text_config()
+    chosen = int(getattr(text, "num_experts_per_tok", 0) or 0)
+    return sum(chosen * (p.shape[1] + p.shape[2]) for n, p in layer.named_parameters() if p.dim() == 3 and "experts" in n)

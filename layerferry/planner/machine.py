@@ -1,0 +1,243 @@
+"""The machine as the planner sees it: bytes that may be used, rates, and where each number came from.
+
+A ``Machine`` is a value. ``machine_for`` reads what is free now and takes rates from an earlier ``probe`` of the same machine
+(per-user cache) or, where there was none, from a table of stated defaults; training never waits for a measurement. Checked by
+``tests/planner/test_machine.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from layerferry.backends.base import Backend
+from layerferry.backends.cuda import CudaBackend
+from layerferry.config import EngineConfig, cache_folder
+from layerferry.plan import GIB
+from layerferry.planner.host import cores, host_limits, host_total, locked_limit
+
+GUESS = "guess"
+OPTIMIZER_BYTES_PER_PARAM = 22
+"""Read and written by one AdamW update of a split master with bf16 gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """A number and where it is from: ``measured``, ``default for ...`` or ``guess``."""
+
+    value: float
+    source: str
+
+
+RATES = (
+    "matmul_flops_per_s",
+    "upload_bytes_per_s",
+    "download_bytes_per_s",
+    "upload_together_bytes_per_s",
+    "download_together_bytes_per_s",
+    "dram_bytes_per_s",
+    "optimizer_s_per_param",
+)
+
+_DEVICES: dict[str, tuple[float, float, float, float, float]] = {
+    # matmul FLOP/s, link bytes/s alone, together, host DRAM bytes/s, optimizer s/param beside the running link
+    "H200": (715e12, 55e9, 45e9, 122e9, 0.26e-9),
+}
+"""Measured by the project on one H200 with 16 cores (docs/decisions)."""
+
+_GUESSES: dict[str, tuple[float, float]] = {
+    "B200": (1200e12, 50e9),
+    "H100": (600e12, 50e9),
+    "A100": (230e12, 24e9),
+    "L40": (150e12, 24e9),
+    "4090": (140e12, 24e9),
+    "3090": (60e12, 12e9),
+}
+"""Not measured: half to three quarters of what the makers print. (bf16 matmul FLOP/s, link bytes/s)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """``device_available`` and ``host_available`` are bytes that a run may take; on a CPU both name the same memory."""
+
+    backend: str
+    device_name: str
+    device_available: int
+    device_total: int
+    device_source: str
+    host_available: int
+    host_total: int
+    host_source: str
+    locked_limit: int | None
+    cores: int
+    matmul_flops_per_s: Rate
+    upload_bytes_per_s: Rate
+    download_bytes_per_s: Rate
+    upload_together_bytes_per_s: Rate
+    download_together_bytes_per_s: Rate
+    dram_bytes_per_s: Rate
+    optimizer_s_per_param: Rate
+    disk_write_bytes_per_s: Rate | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_cpu(self) -> bool:
+        """The device is the host: one memory for both places."""
+        return self.backend != "cuda"
+
+    @property
+    def guessed(self) -> bool:
+        return any(getattr(self, name).source == GUESS for name in RATES)
+
+    def to_dict(self) -> dict[str, Any]:
+        rates = {name: {"value": getattr(self, name).value, "source": getattr(self, name).source} for name in RATES}
+        if self.disk_write_bytes_per_s is not None:
+            rates["disk_write_bytes_per_s"] = {
+                "value": self.disk_write_bytes_per_s.value,
+                "source": self.disk_write_bytes_per_s.source,
+            }
+        return {
+            "device": {
+                "backend": self.backend,
+                "name": self.device_name,
+                "available_bytes": self.device_available,
+                "total_bytes": self.device_total,
+                "source": self.device_source,
+            },
+            "host": {
+                "available_bytes": self.host_available,
+                "total_bytes": self.host_total,
+                "source": self.host_source,
+                "cores": self.cores,
+                "locked_limit_bytes": self.locked_limit,
+            },
+            "rates": rates,
+            "notes": list(self.notes),
+        }
+
+    def render(self) -> str:
+        """For a terminal of 100 columns."""
+        locked = "no limit" if self.locked_limit is None else f"{self.locked_limit / GIB:.2f} GiB"
+        device = "the same memory" if self.is_cpu else f"{_gib(self.device_available)} of {_gib(self.device_total)} free"
+        rows = [
+            ("device", self.device_name, "" if self.is_cpu else self.backend),
+            ("device memory", device, self.device_source),
+            ("host memory", f"{_gib(self.host_available)} of {_gib(self.host_total)} free", self.host_source),
+            ("locked memory", locked, "RLIMIT_MEMLOCK"),
+            ("cores", str(self.cores), ""),
+            ("matrix products", f"{self.matmul_flops_per_s.value / 1e12:.3g} TFLOP/s", self.matmul_flops_per_s.source),
+            ("upload", _gb(self.upload_bytes_per_s), self.upload_bytes_per_s.source),
+            ("download", _gb(self.download_bytes_per_s), self.download_bytes_per_s.source),
+            ("both at once", self._together(), self.upload_together_bytes_per_s.source),
+            ("host memory traffic", _gb(self.dram_bytes_per_s), self.dram_bytes_per_s.source),
+            ("AdamW", f"{self.optimizer_s_per_param.value * 1e9:.2f} ns per parameter", self.optimizer_s_per_param.source),
+        ]
+        if self.disk_write_bytes_per_s is not None:
+            rows.append(("disk, writing", _gb(self.disk_write_bytes_per_s), self.disk_write_bytes_per_s.source))
+        lines = [f"{name:<20}  {value:<34}  {source}".rstrip() for name, value, source in rows]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _together(self) -> str:
+        up, down = self.upload_together_bytes_per_s.value, self.download_together_bytes_per_s.value
+        return f"{up / 1e9:.1f} GB/s up, {down / 1e9:.1f} GB/s down"
+
+
+def machine_for(engine: EngineConfig, backend: Backend) -> Machine:
+    """What ``backend`` and this host have now; rates from the cache or defaults."""
+    name = device_name(backend)
+    rates = read_rates(name) or default_rates(name, on_cpu=not isinstance(backend, CudaBackend))
+    return assemble(engine, backend, rates)
+
+
+def assemble(engine: EngineConfig, backend: Backend, rates: dict[str, Rate], notes: tuple[str, ...] = ()) -> Machine:
+    """A ``Machine`` of what is free now and ``rates``."""
+    limit = host_limits()[0]
+    host, host_source = limit.num_bytes, limit.source
+    if engine.host_memory is not None:
+        host, host_source = engine.host_memory, "host_memory"
+    if isinstance(backend, CudaBackend):
+        free, total = backend.memory()
+        device, source = free + backend.allocated_bytes(), "free now"
+    else:
+        device, total, source = host, host_total(), host_source
+    if engine.device_memory is not None:
+        device, source = engine.device_memory, "device_memory"
+    known = {key: rate for key, rate in rates.items() if key in (*RATES, "disk_write_bytes_per_s")}
+    return Machine(
+        backend=backend.name,
+        device_name=device_name(backend),
+        device_available=device,
+        device_total=total,
+        device_source=source,
+        host_available=host,
+        host_total=host_total(),
+        host_source=host_source,
+        locked_limit=locked_limit(),
+        cores=cores(),
+        notes=notes,
+        **known,
+    )
+
+
+def device_name(backend: Backend) -> str:
+    if isinstance(backend, CudaBackend):
+        return backend.describe()
+    return f"{cpu_name()} (CPU)"
+
+
+def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
+    try:
+        lines = info.read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()
+
+
+def default_rates(name: str, *, on_cpu: bool) -> dict[str, Rate]:
+    """Stated defaults for a device that was never probed; what nobody measured is marked as a guess."""
+    count = cores()
+    dram = min(10e9 * count, 100e9)
+    if on_cpu:
+        flops, link, together, source = 20e9 * count, dram / 2, dram / 4, GUESS
+    elif (known := next((key for key in _DEVICES if key in name), None)) is not None:
+        flops, link, together, dram, per_param = _DEVICES[known]
+        return _rates(flops, link, together, dram, per_param, f"default for {known}")
+    else:
+        flops, link = next((_GUESSES[key] for key in _GUESSES if key in name), (60e12, 12e9))
+        together, source = 0.8 * link, GUESS
+    return _rates(flops, link, together, dram, OPTIMIZER_BYTES_PER_PARAM / (0.6 * dram), source)
+
+
+def _rates(flops: float, link: float, together: float, dram: float, per_param: float, source: str) -> dict[str, Rate]:
+    values = (flops, link, link, together, together, dram, per_param)
+    return {key: Rate(value, source) for key, value in zip(RATES, values, strict=True)}
+
+
+def rates_file(name: str) -> Path:
+    """Where the rates of this device beside this CPU are cached."""
+    label = "".join(c if c.isalnum() else "-" for c in f"{name}-{cpu_name()}-{cores()}-{torch.__version__}").lower()
+    return cache_folder() / "machine" / f"{label[:150]}.json"
+
+
+def read_rates(name: str) -> dict[str, Rate] | None:
+    """Rates of an earlier probe; None where there is none or it is not to be read."""
+    try:
+        found = json.loads(rates_file(name).read_text())
+        rates = {key: Rate(float(value), "measured") for key, value in found.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return None
+    return rates if all(key in rates and rates[key].value > 0 for key in RATES) else None
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
+def _gb(rate: Rate) -> str:
+    return f"{rate.value / 1e9:.1f} GB/s"

@@ -1,0 +1,154 @@
+"""``probe``: measure this machine in a few seconds and remember it.
+
+On CUDA: matrix products, each link direction alone and both together, and the AdamW kernel while the link runs, as it does in
+a step. Everywhere: host memory traffic, the kernel, writing to disk. What cannot be measured keeps its default, and a note
+says what was lost. Checked by ``tests/planner/test_probe.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+
+from layerferry.backends import Backend, Lane, make
+from layerferry.backends.cuda import CudaBackend
+from layerferry.config import EngineConfig, cache_folder
+from layerferry.optim.kernels import AdamWScalars
+from layerferry.optim.load import load_kernels
+from layerferry.optim.reference import ReferenceKernels
+from layerferry.planner.host import cores
+from layerferry.planner.machine import Machine, Rate, assemble, default_rates, device_name, rates_file
+
+log = logging.getLogger(__name__)
+
+_DISK_BYTES = 64 << 20
+
+
+def probe(engine: EngineConfig | None = None, *, quick: bool = False) -> Machine:
+    """Measure, cache, and return the machine. ``quick`` uses tiny sizes: for tests of the path, not of the numbers."""
+    engine = engine or EngineConfig()
+    backend = make(engine.device)
+    rates = default_rates(device_name(backend), on_cpu=not isinstance(backend, CudaBackend))
+    notes: list[str] = []
+
+    def measure(what: str, function: Callable[[], dict[str, float]]) -> None:
+        try:
+            rates.update({key: Rate(value, "measured") for key, value in function().items()})
+        except (RuntimeError, OSError, MemoryError) as error:
+            notes.append(f"{what} not measured ({' '.join(str(error).split())[:120]}): the default stands")
+
+    numel = 1 << (16 if quick else 24)
+    measure("host memory traffic", lambda: _dram(numel))
+    if isinstance(backend, CudaBackend):
+        cuda = backend
+        measure("matrix products", lambda: {"matmul_flops_per_s": cuda.matmul_flops_per_s()})
+        measure("link", lambda: _links(cuda))
+        if not cuda.can_pin:
+            notes.append("host memory cannot be pinned (ulimit -l): copies are slower and do not run beside compute")
+    else:
+        notes.append("no CUDA device: the CPU plays the device, and both places are one memory")
+        measure("copies", lambda: _copies(numel))
+        measure("matrix products", lambda: _matmul(64 if quick else 1024))
+    measure("AdamW", lambda: {"optimizer_s_per_param": _adamw(backend, numel)})
+    measure("disk", lambda: _disk(1 << 20 if quick else _DISK_BYTES))
+    if isinstance(load_kernels(), ReferenceKernels):
+        notes.append("the native AdamW kernels could not be built: the torch ones are ten times slower")
+    _remember(device_name(backend), rates)
+    machine = assemble(engine, backend, rates, tuple(notes))
+    if isinstance(backend, CudaBackend):
+        backend.close()
+    return machine
+
+
+def _links(backend: CudaBackend) -> dict[str, float]:
+    up, down = backend.link_bytes_per_s(1 << 29)
+    both_up, both_down = backend.links_together_bytes_per_s(1 << 29)
+    return {
+        "upload_bytes_per_s": up,
+        "download_bytes_per_s": down,
+        "upload_together_bytes_per_s": both_up,
+        "download_together_bytes_per_s": both_down,
+    }
+
+
+def _dram(numel: int) -> dict[str, float]:
+    """STREAM's triad a = b + s*c in fp32: 12 bytes an element."""
+    b, c = torch.ones(numel), torch.ones(numel)
+    a = torch.empty(numel)
+    return {"dram_bytes_per_s": 12 * numel / _best(lambda: torch.add(b, c, alpha=3.0, out=a))}
+
+
+def _copies(numel: int) -> dict[str, float]:
+    """Where the CPU plays the device, a lane is a copy in host memory, and two lanes share it."""
+    source, target = torch.ones(numel), torch.ones(numel)
+    alone = 4 * numel / _best(lambda: target.copy_(source))
+    ways = ("upload", "download")
+    return {f"{way}_bytes_per_s": alone for way in ways} | {f"{way}_together_bytes_per_s": alone / 2 for way in ways}
+
+
+def _matmul(side: int) -> dict[str, float]:
+    a, b = torch.randn(side, side), torch.randn(side, side)
+    return {"matmul_flops_per_s": 2.0 * side**3 / _best(lambda: a @ b)}
+
+
+def _adamw(backend: Backend, numel: int) -> float:
+    """Seconds per parameter of the split kernel, on CUDA while both link directions run."""
+    kernels, threads = load_kernels(), max(1, cores() - 2)
+    weight, grad = torch.zeros(numel, dtype=torch.bfloat16), torch.zeros(numel, dtype=torch.bfloat16)
+    residue = torch.zeros(numel, dtype=torch.int16)
+    exp_avg, exp_avg_sq = torch.zeros(numel), torch.zeros(numel)
+    scalars = AdamWScalars.of(lr=1e-5, step=1, grad_scale=1.0, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+
+    def update() -> None:
+        kernels.adamw_split(weight, residue, grad, exp_avg, exp_avg_sq, scalars=scalars, threads=threads)
+
+    if not isinstance(backend, CudaBackend):
+        return _best(update) / numel
+    host = [backend.host_buffer(1 << 28, travels=True) for _ in range(2)]
+    device = [backend.device_buffer(1 << 28) for _ in range(2)]
+    update()
+    for _ in range(40):  # some 0.25 s of traffic in each direction
+        backend.copy(Lane.UPLOAD, device[0], host[0])
+        backend.copy(Lane.DOWNLOAD, host[1], device[1])
+    loaded = _best(update, runs=3) / numel
+    backend.synchronize()
+    return loaded
+
+
+def _disk(num_bytes: int) -> dict[str, float]:
+    """Writing to the cache folder, to the medium."""
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    data = os.urandom(num_bytes)
+    with tempfile.NamedTemporaryFile(dir=cache_folder()) as file:
+        begin = time.perf_counter()
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+        return {"disk_write_bytes_per_s": num_bytes / (time.perf_counter() - begin)}
+
+
+def _best(function: Callable[[], object], runs: int = 5) -> float:
+    """Shortest of a few runs after a first one."""
+    function()
+    times = []
+    for _ in range(runs):
+        begin = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def _remember(name: str, rates: dict[str, Rate]) -> None:
+    path = rates_file(name)
+    text = json.dumps({key: rate.value for key, rate in rates.items() if rate.source == "measured"}, indent=1)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        log.warning("%s: cannot be written (%s); the probe is not remembered", path, error)

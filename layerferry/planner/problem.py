@@ -1,0 +1,144 @@
+"""The question that a choice answers: a model, its planes, a machine, what a step is made of, and what the user has pinned.
+
+Also what "fits" means: bytes needed against bytes there, by place. Estimated activations must fit with a margin; a budget
+that the user wrote is used to the last byte, one that the system reports not quite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from layerferry.config import Config
+from layerferry.layout import PlaneSpec
+from layerferry.plan import Plan
+from layerferry.planner.facts import Model
+from layerferry.planner.machine import Machine
+from layerferry.planner.memory import DEVICE, HOST, Shape, Working, items
+from layerferry.planner.time import seconds
+
+ESTIMATE_MARGIN = 0.05
+"""Room for activations that are estimated, as a share of them."""
+FRAGMENTATION = 0.03
+"""Share of the free device bytes that the allocator cannot use."""
+HOST_RESERVE = 0.02
+"""Share of the free host bytes that is left to everything else."""
+ROW_MULTIPLE = 8
+"""Rows are padded to a multiple of this many tokens (data/batches.py)."""
+
+Key = tuple[float, int, int, bool]
+"""(activation budget, rows, chunk tokens, compiled): what a measurement of activations depends on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pins:
+    """What the user has fixed; None: free."""
+
+    micro_batch_rows: int | None
+    num_waves: int | None
+    activation_budget: float | None
+    num_slots: int | None
+    num_slabs: int | None
+    compile: bool | None
+    optimizer_threads: int | None
+
+    @classmethod
+    def of(cls, config: Config) -> Pins:
+        engine = config.engine
+        budget = engine.activation_budget
+        if budget is None and not config.train.gradient_checkpointing:
+            budget = 1.0
+        return cls(
+            micro_batch_rows=engine.micro_batch_rows,
+            num_waves=engine.num_waves,
+            activation_budget=budget,
+            num_slots=engine.num_slots,
+            num_slabs=engine.num_slabs,
+            compile=engine.compile,
+            optimizer_threads=engine.optimizer_threads,
+        )
+
+    def __contains__(self, field: str) -> bool:
+        return getattr(self, field, None) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Everything that a choice depends on. ``measured``: calibrated bytes."""
+
+    model: Model
+    specs: Mapping[str, PlaneSpec]
+    machine: Machine
+    shape: Shape
+    pins: Pins
+    fp32: bool
+    user_rows: int
+    """per_device_train_batch_size: rows of a micro-batch on a CPU."""
+    measured: Mapping[Key, Working] = field(default_factory=dict)
+
+    def complete(self, plan: Plan) -> Plan:
+        """``plan`` with its bytes and seconds."""
+        working = self.measured.get(key_of(plan))
+        return replace(
+            plan,
+            items=items(self.model, self.specs, plan, self.shape, working),
+            seconds=seconds(self.model, self.specs, plan, self.shape, self.machine),
+            calibrated=working is not None,
+        )
+
+
+def key_of(plan: Plan) -> Key:
+    return (plan.activation_budget, plan.micro_batch_rows, plan.chunk_tokens, plan.compile)
+
+
+def problem(model: Model, specs: Mapping[str, PlaneSpec], machine: Machine, config: Config, row_tokens: int) -> Problem:
+    """The question that ``config`` asks, with full rows of ``row_tokens``."""
+    train, data = config.train, config.data
+    packed = data.neat_packing or (data.packing if data.packing is not None else train.stage == "pt")
+    shape = Shape(
+        row_tokens=-(-row_tokens // ROW_MULTIPLE) * ROW_MULTIPLE,
+        rows_per_step=train.per_device_train_batch_size * train.gradient_accumulation_steps,
+        isolated=data.neat_packing,
+        packed=packed,
+        evaluates=train.do_eval or train.eval_strategy != "no",
+        fused_head=not machine.is_cpu,
+    )
+    return Problem(
+        model=model,
+        specs=specs,
+        machine=machine,
+        shape=shape,
+        pins=Pins.of(config),
+        fp32=train.fp32,
+        user_rows=train.per_device_train_batch_size,
+    )
+
+
+def device_budget(machine: Machine) -> int:
+    exact = machine.device_source == "device_memory"
+    return machine.device_available if exact else int(machine.device_available * (1 - FRAGMENTATION))
+
+
+def host_budget(machine: Machine) -> int:
+    exact = machine.host_source == "host_memory"
+    return machine.host_available if exact else int(machine.host_available * (1 - HOST_RESERVE))
+
+
+def needs(plan: Plan, machine: Machine) -> dict[str, tuple[int, int]]:
+    """Place -> (bytes needed, bytes there). A CPU that plays the device has one memory for both."""
+    margin = int(ESTIMATE_MARGIN * sum(i.num_bytes for i in plan.items if not i.exact))
+    host, device = plan.total(HOST), plan.total(DEVICE) + margin
+    if not machine.is_cpu:
+        return {HOST: (host, host_budget(machine)), DEVICE: (device, device_budget(machine))}
+    found = {HOST: (host + device, host_budget(machine))}
+    if machine.device_source == "device_memory":
+        found[DEVICE] = (device, device_budget(machine))
+    return found
+
+
+def fits(question: Problem, plan: Plan) -> bool:
+    return all(needed <= there for needed, there in needs(plan, question.machine).values())
+
+
+def short_by(question: Problem, plan: Plan) -> int:
+    return sum(max(needed - there, 0) for needed, there in needs(plan, question.machine).values())

@@ -1,0 +1,108 @@
+"""What is missing, and what would help, each remedy tried before it is named.
+
+PlanError: needs 212.4 GiB @host, 192.0 free: 20.4 short. at 14.0 B/param a model of 14.7B parameters fits; ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from layerferry.engine.sizes import device_sizes
+from layerferry.plan import GIB, Plan
+from layerferry.planner.memory import DEVICE, HOST, plan_specs
+from layerferry.planner.problem import Problem, needs
+from layerferry.planner.search import search
+
+SHORTEST_ROW = 128
+_PINNABLE = ("activation_budget", "micro_batch_rows", "num_waves", "num_slots", "num_slabs", "compile")
+
+
+def shortfall(question: Problem, plan: Plan) -> str:
+    """One line: needed, there, short by place, and remedies with their numbers. ``plan`` is the one that is least short."""
+    missing = []
+    for place, (needed, there) in needs(plan, question.machine).items():
+        if needed > there:
+            kind = "free" if _reported(question, place) else f"allowed by {_budget_key(place)}"
+            missing.append(f"needs {_gib(needed)} {place}, {_gib(there)} {kind}: {_gib(needed - there)} short")
+    remedies = "; ".join(_remedies(question, plan))
+    return "; ".join(missing) + (f". {remedies}" if remedies else "")
+
+
+def _remedies(question: Problem, plan: Plan) -> Iterator[str]:
+    places = needs(plan, question.machine)
+    short = {place for place, (needed, there) in places.items() if needed > there}
+    if DEVICE in short:
+        yield from _too_small_for_buffers(question, plan)
+    yield from _unpinned(question)
+    yield from _shorter_rows(question)
+    if HOST in short:
+        yield from _smaller_model(question, plan)
+    for place in sorted(short):
+        if _reported(question, place):
+            yield f"{_budget_key(place)}: states another limit than {_source(question, place)}"
+
+
+def _too_small_for_buffers(question: Problem, plan: Plan) -> Iterator[str]:
+    sizes = device_sizes(question.model.units, plan, plan_specs(question.specs, plan))
+    fixed, slot = sizes[True].total + sizes[False].total, sizes[True].slot_bytes
+    there = needs(plan, question.machine)[DEVICE][1]
+    if there < slot:
+        yield f"one layer's slot alone takes {_gib(slot)}"
+    elif there < fixed:
+        yield f"{plan.num_slots} slots, {plan.num_slabs} slabs and the accumulators alone take {_gib(fixed)}"
+
+
+def _unpinned(question: Problem) -> Iterator[str]:
+    """Pinned fields that, left to the planner, would let the plan fit."""
+    for name in _PINNABLE:
+        pinned = getattr(question.pins, name)
+        if pinned is None:
+            continue
+        plan, found = search(replace(question, pins=replace(question.pins, **{name: None})))
+        if found:
+            yield f"{name}: {_value(getattr(plan, name))} instead of {_value(pinned)} fits ({_totals(question, plan)})"
+
+
+def _shorter_rows(question: Problem) -> Iterator[str]:
+    tokens = question.shape.row_tokens // 2
+    while tokens >= SHORTEST_ROW:
+        plan, found = search(replace(question, shape=replace(question.shape, row_tokens=tokens), measured={}))
+        if found:
+            yield f"cutoff_len: {tokens} fits ({_totals(question, plan)})"
+            return
+        tokens //= 2
+
+
+def _smaller_model(question: Problem, plan: Plan) -> Iterator[str]:
+    needed, there = needs(plan, question.machine)[HOST]
+    planes = plan.total(HOST)
+    per_param = planes / question.model.num_params
+    most = (there - (needed - planes)) / per_param
+    if most > 0:
+        size = question.model.num_params / 1e9
+        yield f"at {per_param:.1f} B/param a model of {most / 1e9:.2f}B parameters fits, this one has {size:.2f}B"
+
+
+def _reported(question: Problem, place: str) -> bool:
+    return _source(question, place) != _budget_key(place)
+
+
+def _source(question: Problem, place: str) -> str:
+    return question.machine.host_source if place == HOST else question.machine.device_source
+
+
+def _budget_key(place: str) -> str:
+    return "host_memory" if place == HOST else "device_memory"
+
+
+def _totals(question: Problem, plan: Plan) -> str:
+    return ", ".join(f"{_gib(needed)} {place}" for place, (needed, _) in needs(plan, question.machine).items())
+
+
+def _value(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes < 10 * GIB else f"{num_bytes / GIB:.1f} GiB"

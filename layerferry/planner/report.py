@@ -1,0 +1,202 @@
+"""``plan``: what lives where, how many bytes, how many seconds, who decided what; for a person and for a program.
+
+Needs a model's config.json and no weights. Widths are those of a terminal of 100 columns.
+Checked by ``tests/planner/test_report.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from layerferry.backends import make
+from layerferry.config import Config
+from layerferry.models.build import ATTENTION, build_on_meta, read_config, take_block_size
+from layerferry.models.skeleton import Skeleton
+from layerferry.optim.adamw import AdamW
+from layerferry.optim.decay import decays
+from layerferry.plan import GIB, Plan, Seconds
+from layerferry.planner import calibrate
+from layerferry.planner.choose import Decision, decide
+from layerferry.planner.facts import Model
+from layerferry.planner.machine import Machine, machine_for
+from layerferry.planner.memory import DEVICE, HOST
+from layerferry.planner.problem import Pins, Problem, needs, problem
+from layerferry.store.store import plane_specs
+
+WIDTH = 100
+_BAR = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """A decision with everything that it was made from."""
+
+    question: Problem
+    decision: Decision
+
+    @property
+    def plan(self) -> Plan:
+        return self.decision.plan
+
+    @property
+    def fits(self) -> bool:
+        return self.decision.shortfall is None
+
+    def shortfall(self) -> str:
+        """What is missing and what helps; empty where the plan fits."""
+        return self.decision.shortfall or ""
+
+    def render(self) -> str:
+        text = render(self.plan, self.question, self.decision.pins)
+        return text if self.fits else f"{text}\n\ndoes not fit: {self.decision.shortfall}"
+
+    def to_dict(self) -> dict[str, Any]:
+        model, machine = self.question.model, self.question.machine
+        places = needs(self.plan, machine)
+        return {
+            "fits": self.fits,
+            "shortfall": self.decision.shortfall,
+            "model": {
+                "type": model.name,
+                "params": model.num_params,
+                "layers": model.num_layers,
+                "bytes_per_param": self.plan.total(HOST) / model.num_params,
+                "flops_per_token": model.flops.per_token(self.plan.row_tokens),
+            },
+            "plan": self.plan.to_dict(),
+            "pinned": [name for name in Pins.__dataclass_fields__ if name in self.decision.pins],
+            "places": {place: {"needed_bytes": needed, "available_bytes": there} for place, (needed, there) in places.items()},
+            "machine": machine.to_dict(),
+        }
+
+
+def plan_for(config: Config) -> PlanReport:
+    """The plan that ``train`` would make for ``config`` here; activations as an earlier run has measured them, else estimated."""
+    given = config.model
+    backend = make(config.engine.device)
+    hf_config = read_config(
+        given.model_name_or_path,
+        revision=given.model_revision,
+        trust_remote_code=given.trust_remote_code,
+        cache_dir=given.cache_dir,
+    )
+    take_block_size(hf_config)
+    dtype = torch.float32 if config.train.fp32 else torch.bfloat16
+    attention = ATTENTION[given.flash_attn]
+    model = build_on_meta(hf_config, dtype=dtype, attention=attention, trust_remote_code=given.trust_remote_code)
+    skeleton = Skeleton(model, decays=decays, device=torch.device("cpu"), fp32=config.train.fp32)
+    specs = plane_specs(AdamW.of(config.optim).state_planes)
+    machine = machine_for(config.engine, backend)
+    question = problem(Model.of(skeleton), specs, machine, config, config.data.cutoff_len)
+    return PlanReport(question=question, decision=decide(question, calibrate.reader(skeleton, backend)))
+
+
+def render(plan: Plan, question: Problem, pins: Pins | None = None) -> str:
+    """The plan as a table: choices, bytes by place, seconds by lane."""
+    pins = pins or question.pins
+    blocks = [_title(plan, question.model), _choices(plan, pins), _bytes(plan, question), _seconds(plan, question.machine)]
+    blocks.append("\n".join(f"note: {note}" for note in plan.notes))
+    return "\n\n".join(block for block in blocks if block)
+
+
+def _title(plan: Plan, model: Model) -> str:
+    tokens = plan.rows_per_step * plan.row_tokens
+    step = f"{plan.rows_per_step} rows of {plan.row_tokens:,} tokens a step ({tokens:,} tokens)"
+    layers = f"{model.num_layers} layers of {'one kind' if len(model.kept) == 1 else f'{len(model.kept)} kinds'}"
+    return f"{model.name}, {_count(model.num_params)} parameters, {layers}\n{step}"
+
+
+def _choices(plan: Plan, pins: Pins) -> str:
+    micro = -(-plan.rows_per_step // plan.micro_batch_rows)
+    tokens = plan.micro_batch_rows * plan.row_tokens
+    budget = "keep everything" if plan.activation_budget >= 1.0 else "keep this share, compute the rest again"
+    rows = [
+        ("micro_batch_rows", str(plan.micro_batch_rows), f"{micro} micro-batches of {tokens:,} tokens"),
+        ("num_waves", str(plan.num_waves), _waves(plan)),
+        ("activation_budget", f"{plan.activation_budget:g}", "keep inputs only" if plan.activation_budget == 0.0 else budget),
+        ("num_slots", str(plan.num_slots), "device buffers for layer weights"),
+        ("num_slabs", str(plan.num_slabs), "device buffers that gradients leave from"),
+        ("compile", str(plan.compile).lower(), "torch.compile" if plan.compile else "eager"),
+        ("optimizer_threads", str(plan.optimizer_threads), "AdamW on the CPU, beside the next forward"),
+        ("chunk_tokens", str(plan.chunk_tokens), "tokens whose logits exist at once"),
+    ]
+    lines = [f"  {name:<18} {value:>6}  {'pinned ' if name in pins else 'planner'}  {text}" for name, value, text in rows]
+    return "\n".join(["choices", *lines])
+
+
+def _waves(plan: Plan) -> str:
+    if plan.num_waves == 1:
+        return "every weight travels up twice a step, every gradient down once"
+    return f"gradients are carried between waves in {'fp32' if plan.carry_fp32 or plan.fp32 else 'bf16'}"
+
+
+def _bytes(plan: Plan, question: Problem) -> str:
+    model, machine = question.model, question.machine
+    places = needs(plan, machine)
+    lines = []
+    for place in (HOST, DEVICE):
+        own = [item for item in plan.items if item.place == place]
+        total = plan.total(place)
+        per_param = f"{total / model.num_params:5.2f} B/param" if place == HOST else ""
+        lines.append(f"{place:<46} {total / GIB:9.2f} GiB   {per_param}".rstrip())
+        for item in own:
+            share = f"{item.num_bytes / model.num_params:5.2f} B/param" if place == HOST else _bar(item.num_bytes, total)
+            mark = " " if item.exact else "~"
+            lines.append(f"  {item.what:<44} {mark}{item.num_bytes / GIB:8.2f} GiB   {share}".rstrip())
+        if place in places:
+            lines.append(_against(*places[place], machine, place))
+    if any(not item.exact for item in plan.items):
+        lines.append("~ estimated")
+    return "\n".join(lines)
+
+
+def _against(needed: int, there: int, machine: Machine, place: str) -> str:
+    source = machine.host_source if place == HOST else machine.device_source
+    what = "needed, both places in one memory" if machine.is_cpu and place == HOST else "needed"
+    verdict = f"{(there - needed) / GIB:.2f} left" if needed <= there else f"{(needed - there) / GIB:.2f} SHORT"
+    return f"  {what:<44} {needed / GIB:9.2f} GiB   of {there / GIB:.2f} ({source}): {verdict}"
+
+
+def _bar(num_bytes: int, total: int) -> str:
+    return "▪" * round(_BAR * num_bytes / total) if total else ""
+
+
+def _seconds(plan: Plan, machine: Machine) -> str:
+    if plan.seconds is None:
+        return ""
+    lanes: Seconds = plan.seconds
+    rows = [
+        ("compute", lanes.compute, f"{machine.matmul_flops_per_s.value / 1e12:.3g} TFLOP/s", machine.matmul_flops_per_s.source),
+        ("upload", lanes.upload, _rate(machine.upload_together_bytes_per_s.value), machine.upload_together_bytes_per_s.source),
+        (
+            "download",
+            lanes.download,
+            _rate(machine.download_together_bytes_per_s.value),
+            machine.download_together_bytes_per_s.source,
+        ),
+        (
+            "optimizer",
+            lanes.optimizer,
+            f"{machine.optimizer_s_per_param.value * 1e9:.2f} ns/param",
+            machine.optimizer_s_per_param.source,
+        ),
+    ]
+    lines = [f"seconds a step {lanes.step:42.2f} s      between {lanes.overlapped:.2f} (lanes overlap) and {lanes.serial:.2f}"]
+    for name, value, rate, source in rows:
+        limit = "  <- limits the step" if name == lanes.limit else ""
+        lines.append(f"  {name:<44} {value:9.2f} s     {f'at {rate} ({source})'}{limit}")
+    lines.append(f"  {'not hidden by any lane':<44} {lanes.exposed:9.2f} s")
+    tokens = plan.rows_per_step * plan.row_tokens
+    lines.append(f"  {'tokens a second':<44} {tokens / lanes.step:9,.0f}")
+    return "\n".join(lines)
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.3g} GB/s"
+
+
+def _count(params: int) -> str:
+    return f"{params / 1e9:.2f}B" if params >= 1e9 else f"{params / 1e6:.1f}M"
