@@ -4,8 +4,8 @@
     report = engine.step(micro_batches, lr=1e-5)
     engine.save_pretrained("out")
 
-The trainer and the command line use nothing else. Order matters for memory: the plan is made, and refused, before a byte of weights is
-allocated; then planes are allocated, then filled parameter by parameter.
+The trainer and the command line use nothing else. Order matters for memory: the plan is made, and refused, before a byte of
+weights is allocated; then planes are allocated, then filled parameter by parameter.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ def load(
 ) -> Engine:
     """An engine that trains ``model`` (folder, hub id, or a live model whose weights are copied).
 
-    ``config`` carries every setting of a run; without it, ``engine_options`` are fields of ``EngineConfig`` (``device``, ``device_memory``,
-    ``micro_batch_rows`` ...) and ``row_tokens`` is the longest row that will be trained. ``plan`` None: the planner chooses.
-    Raises ``PlanError`` (does not fit), ``ModelRefused`` (cannot be right), ``CheckpointError`` (files).
+    ``config`` carries every setting of a run; without it, ``engine_options`` are fields of ``EngineConfig`` (``device``,
+    ``device_memory``, ``micro_batch_rows`` ...) and ``row_tokens`` is the longest row that will be trained. ``plan`` None:
+    the planner chooses. Raises ``PlanError`` (does not fit), ``ModelRefused`` (cannot be right), ``CheckpointError``
+    (files).
     """
     live = None if isinstance(model, (str, Path)) else model
     if config is None:
@@ -146,8 +147,9 @@ class _LiveSource:
         self._values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
     def load(self, name: str) -> torch.Tensor:
-        return self._values[name].detach().cpu()
+        value: torch.Tensor = self._values[name]
+        return value.detach().cpu()
 
     def num_bytes(self, name: str) -> int:
         value = self._values[name]
-        return value.numel() * value.element_size()
+        return int(value.numel() * value.element_size())

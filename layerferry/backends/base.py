@@ -1,8 +1,8 @@
 """The narrow seam between the engine and a device.
 
-A device has three lanes (upload, compute, download) that run beside each other, and fences between them. A lane runs its work in
-the order it was given; nothing else is promised. ``HOST`` stands for the calling thread, so that updates on the CPU take part
-in the same order. Everything that the engine knows of streams and events is in this protocol.
+A device has three lanes (upload, compute, download) that run beside each other, and fences between them. A lane runs its
+work in the order it was given; nothing else is promised. ``HOST`` stands for the calling thread, so that updates on the CPU
+take part in the same order. Everything that the engine knows of streams and events is in this protocol.
 
 ``cpu`` is the truth: every call has happened when it returns. ``cuda`` is an optimisation of it. ``chaos`` is ``cpu`` with
 copies that land late and with every missing fence reported. Checked by ``tests/backends``.
@@ -43,7 +43,8 @@ class Backend(Protocol):
     device: torch.device
 
     def host_buffer(self, num_bytes: int, *, travels: bool) -> Tensor:
-        """Zeroed uint8 [num_bytes] @host, 64-byte aligned, exactly that large; pinned where ``travels`` and the system allows."""
+        """Zeroed uint8 [num_bytes] @host, 64-byte aligned, exactly that large; pinned where ``travels`` and the system
+        allows."""
         ...
 
     def device_buffer(self, num_bytes: int) -> Tensor:

@@ -2,12 +2,13 @@
 
 Two independent checks, because each is blind where the other sees:
 
-* **Late copies.** A copy is queued, not done. It happens when something that waits for it needs it, or at a random moment before
-  (seeded). A reader that does not wait finds the old bytes, or the NaN that ``release`` left. Compute is done at once, so a copy that lands
+* **Late copies.** A copy is queued, not done. It happens when something that waits for it needs it, or at a random moment
+  before (seeded). A reader that does not wait finds the old bytes, or the NaN that ``release`` left. Compute is done at
+  once, so a copy that lands
   *too early* on a real device cannot be seen this way.
-* **Vector clocks.** Lanes and threads carry clocks; fences pass them on (C. Fidge, "Timestamps in message-passing systems that preserve the
-  partial ordering", 1988). Two uses of one buffer, one of them a write, that no chain of fences orders raise ``RaceError``, whether or not this run happened to
-  get away with it.
+* **Vector clocks.** Lanes and threads carry clocks; fences pass them on (C. Fidge, "Timestamps in message-passing systems
+  that preserve the partial ordering", 1988). Two uses of one buffer, one of them a write, that no chain of fences orders
+  raise ``RaceError``, whether or not this run happened to get away with it.
 
 Checked by ``tests/backends/test_chaos.py``: engines with one fence removed are caught.
 """

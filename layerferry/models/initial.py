@@ -1,7 +1,7 @@
 """Random weights, unit by unit, by the family's own rule: training from scratch, and benchmarks at a model's real shape.
 
-``_init_weights`` of the real model runs on fp32 modules of one unit at a time, so a model far larger than memory is never built. Seeded by
-(seed, unit): the values do not depend on which units were made before.
+``_init_weights`` of the real model runs on fp32 modules of one unit at a time, so a model far larger than memory is never
+built. Seeded by (seed, unit): the values do not depend on which units were made before.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A Hugging Face model with its layers taken out: the family's own prologue and epilogue, and the units that are streamed.
 
-The skeleton runs the model's *own* forward with stubs where the layers were. Stopped at the last stub it is the prologue: embedding, masks per layer
-type, rotary, per-layer side inputs, as the family computes them. With the last stub handing our hidden states back it is the
-epilogue: final norm, head, soft-caps, scales. Which parameters belong to which end is read off the autograd graph of a four-token trial on zeros.
+The skeleton runs the model's *own* forward with stubs where the layers were. Stopped at the last stub it is the prologue:
+embedding, masks per layer type, rotary, per-layer side inputs, as the family computes them. With the last stub handing our
+hidden states back it is the epilogue: final norm, head, soft-caps, scales. Which parameters belong to which end is read off
+the autograd graph of a four-token trial on zeros.
 
 Left out, and refused by name: layers that share a parameter, hidden states changed between layers, several modalities.
 """
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 DecayRule = Callable[[str, str], bool]
 """(model parameter name, class name of the module that holds it) -> whether weight decay applies."""
 
+_LONGEST_TUPLE = 3
+"""Layers return a tensor or a tuple of up to so many things (bamba 2, rwkv 3)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
@@ -55,7 +59,8 @@ class _HeadReached(Exception):
 
 
 class Skeleton:
-    """Owns the model on ``meta``. ``units[0]`` is the prologue, then the layers, then the epilogue unless tied weights make the two ends one unit."""
+    """Owns the model on ``meta``. ``units[0]`` is the prologue, then the layers, then the epilogue unless tied weights make
+    the two ends one unit."""
 
     def __init__(self, model: PreTrainedModel, *, decays: DecayRule, device: torch.device, fp32: bool = False) -> None:
         self.model = model
@@ -103,7 +108,8 @@ class Skeleton:
         for name, parameter in self.model.named_parameters():
             wide = fp32 or (pattern is not None and pattern.search(name) is not None)
             dtype = torch.float32 if wide else torch.bfloat16
-            specs[name] = ParameterSpec(name=name, shape=tuple(parameter.shape), dtype=dtype, decays=decays(name, owners[id(parameter)]))
+            decayed = parameter.requires_grad and decays(name, owners[id(parameter)])
+            specs[name] = ParameterSpec(name=name, shape=tuple(parameter.shape), dtype=dtype, decays=decayed)
         return specs
 
     def _split_ends(self) -> tuple[list[str], list[str]]:
@@ -130,8 +136,9 @@ class Skeleton:
         return [n for n in names if n in first], [n for n in names if n in last or n in rest]
 
     def _learn_convention(self, ids: Tensor) -> None:
-        """Does the model expect a tensor or a tuple from its layers? Run it both ways; identity must be visible between stubs."""
-        for self._script.returns_tuple in (False, True):
+        """Does the model expect a tensor or a tuple of its layers? Run it every way; identity must be visible between stubs."""
+        reasons: list[Exception] = []
+        for self._script.tuple_length in range(_LONGEST_TUPLE + 1):
             try:
                 hidden, _ = self._forward_to_last_stub(Inputs(ids))
                 if hidden.shape != (1, 4, self.hidden_size):
@@ -143,9 +150,10 @@ class Skeleton:
             except ModelRefused as refused:
                 if "not [B, T, D]" in str(refused):
                     raise
-                reason: Exception = refused
+                reasons.append(refused)
             except Exception as error:  # the wrong convention fails somewhere in the family's own code
-                reason = error
+                reasons.append(error)
+        reason = next((r for r in reasons if isinstance(r, ModelRefused)), reasons[0])
         raise ModelRefused(f"{self.config.model_type}: its forward does not run around its layers: {reason}") from reason
 
     def _make_units(self, first: list[str], last: list[str]) -> tuple[Unit, ...]:
@@ -203,7 +211,8 @@ class Skeleton:
         return self.model.get_buffer(own) if index is None else self.buffers[index][own]
 
     def _compute_dtype(self) -> torch.dtype:
-        return next(iter(p.dtype for p in self.model.parameters()))
+        first: nn.Parameter = next(iter(self.model.parameters()))
+        return first.dtype
 
     def _find_head(self) -> tuple[nn.Module, Entry, Entry | None] | None:
         """The output embedding, where it is a plain linear module of the epilogue's own parameters."""
@@ -224,8 +233,9 @@ class Skeleton:
         """Hang views of ``plane`` (weights of an end unit in its slot) into the model; parameters in layout order."""
         bound = []
         for entry in unit.layout.entries:
-            parameter = nn.Parameter(plane.view(entry))
-            self._swap(self._parameter(unit.names[entry.name]), parameter)
+            old = self._parameter(unit.names[entry.name])
+            parameter = nn.Parameter(plane.view(entry), requires_grad=old.requires_grad)
+            self._swap(old, parameter)
             bound.append(parameter)
         return bound
 
@@ -247,7 +257,7 @@ class Skeleton:
 
     def _parameter(self, name: str) -> nn.Parameter:
         path, _, leaf = name.rpartition(".")
-        parameter = self.model.get_submodule(path)._parameters[leaf]
+        parameter: nn.Parameter | None = self.model.get_submodule(path)._parameters[leaf]
         assert parameter is not None
         return parameter
 
@@ -275,7 +285,8 @@ class Skeleton:
         raise ModelRefused(f"{self.config.model_type}: its forward does not pass through every layer")
 
     def _epilogue(self, hidden: Tensor) -> Tensor:
-        """Logits of hidden states [C, 1, D]: [C, 1, V]. The prologue runs on dummy ids, without gradient and without an embedding table."""
+        """Logits of hidden states [C, 1, D]: [C, 1, V]. The prologue runs on dummy ids, without gradient and without an
+        embedding table."""
         ids = torch.zeros(hidden.shape[0], 1, dtype=torch.int64, device=hidden.device)
         self._script.reset()
         self._script.injected = hidden
@@ -322,11 +333,11 @@ class Skeleton:
     @contextmanager
     def _in_place_of_head(self, head: nn.Module, stub: nn.Module) -> Iterator[None]:
         forward = head.forward
-        head.forward = stub.forward  # type: ignore[method-assign]
+        head.forward = stub.forward
         try:
             yield
         finally:
-            head.forward = forward  # type: ignore[method-assign]
+            head.forward = forward
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -349,7 +360,7 @@ def _leaves(outputs: list[Tensor], names: dict[int, str]) -> set[str]:
 def graph_leaves(outputs: list[Tensor]) -> list[Tensor]:
     """Every leaf that requires grad under ``outputs``."""
     found = [t for t in outputs if t.requires_grad and t.grad_fn is None]
-    stack = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    stack: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
     seen = set()
     while stack:
         node = stack.pop()

@@ -1,8 +1,8 @@
 """The decoder layers inside a Hugging Face model, and the stubs that stand in for them.
 
-With stubs in their places the model's own forward becomes our prologue (stopped at the last stub, it has shown every layer's inputs) and our epilogue
-(the last stub hands our hidden states back, and the family's own final norm, head and soft-caps follow). No attribute tables,
-no per-family forward. Checked by ``tests/models`` and by the conformance suite.
+With stubs in their places the model's own forward becomes our prologue (stopped at the last stub, it has shown every
+layer's inputs) and our epilogue (the last stub hands our hidden states back, and the family's own final norm, head and
+soft-caps follow). No attribute tables, no per-family forward. Checked by ``tests/models`` and by the conformance suite.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class StubScript:
     """What the stubs do in the present forward. Written by the skeleton only."""
 
     num_layers: int
-    returns_tuple: bool = False
+    tuple_length: int = 0
+    """What the model expects of a layer: 0 a tensor, else a tuple that begins with the hidden states."""
     injected: Tensor | None = None
     first_hidden: Tensor | None = None
     last_returned: Tensor | None = None
@@ -74,7 +75,7 @@ class StubScript:
             torch.set_grad_enabled(True)  # what ran before is a dummy; the skeleton restores the mode
             hidden = self.injected
         self.last_returned = hidden
-        return (hidden,) if self.returns_tuple else hidden
+        return (hidden, *(None,) * (self.tuple_length - 1)) if self.tuple_length else hidden
 
 
 class Stub(nn.Module):

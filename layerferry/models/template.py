@@ -1,8 +1,8 @@
 """A layer without state: its parameters are views into a slot, so the slot *is* the layer.
 
-Layers that behave alike share a template per slot. "Alike" is the class, the parameter structure, and every plain attribute that can change the mathematics
-(window, rope on or off, layer type): shape keys gave wrong gradients on exaone4, smollm3 and cohere2. Too fine a key costs a little memory
-and a compilation; too coarse a key costs correctness.
+Layers that behave alike share a template per slot. "Alike" is the class, the parameter structure, and every plain attribute
+that can change the mathematics (window, rope on or off, layer type): shape keys gave wrong gradients on exaone4, smollm3
+and cohere2. Too fine a key costs a little memory and a compilation; too coarse a key costs correctness.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ class Template:
         self.module = copy.deepcopy(layer)
         self.parameters: list[nn.Parameter] = []
         for entry in plane.layout.entries:
-            parameter = nn.Parameter(plane.view(entry))
             owner, leaf = _owner(self.module, entry.name)
+            old = owner._parameters[leaf]
+            assert old is not None
+            parameter = nn.Parameter(plane.view(entry), requires_grad=old.requires_grad)
             owner._parameters[leaf] = parameter
             self.parameters.append(parameter)
         self._indexed = [(m, name) for m in self.module.modules() for name in _INDEX_NAMES if hasattr(m, name)]

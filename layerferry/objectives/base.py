@@ -1,8 +1,8 @@
 """From the last layer's hidden states to the loss and its gradient, in chunks of tokens: logits are never whole.
 
-An objective is given the head of the bound model and returns the micro-batch's share of the loss and dL/d(hidden). Its shares add up: a
-loss is a sum over tokens divided by a denominator that was counted over the whole step before it began, so accumulation and chunking
-change nothing but rounding.
+An objective is given the head of the bound model and returns the micro-batch's share of the loss and dL/d(hidden). Its
+shares add up: a loss is a sum over tokens divided by a denominator that was counted over the whole step before it began, so
+accumulation and chunking change nothing but rounding.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from layerferry.engine.batch import IGNORE_INDEX, MicroBatch
+from layerferry.engine.gradients import add_gradients, gradients_of
 from layerferry.layout import Plane
 from layerferry.models.skeleton import Skeleton
 
@@ -37,12 +38,11 @@ class Head:
             yield slice(start, min(start + self.chunk_tokens, num_tokens))
 
     def backward(self, output: Tensor, inputs: Tensor, gradient: Tensor | None = None) -> Tensor:
-        """dL/d(inputs) for dL/d(output) = ``gradient`` (None: output is the loss); adds the head's parameter gradients to the accumulator."""
+        """dL/d(inputs) for dL/d(output) = ``gradient`` (None: output is the loss); adds the head's parameter gradients to
+        the accumulator."""
         assert self.accumulator is not None
-        found = torch.autograd.grad(output, [inputs, *self.parameters], gradient, allow_unused=True)
-        for target, gradient in zip(self.accumulator.views(), found[1:], strict=True):
-            if gradient is not None:
-                target.add_(gradient)
+        found = gradients_of([output], [inputs, *self.parameters], [gradient])
+        add_gradients(self.accumulator, found[1:])
         return torch.zeros_like(inputs) if found[0] is None else found[0]
 
 

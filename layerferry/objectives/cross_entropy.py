@@ -1,7 +1,8 @@
 """Token cross entropy for stages ``pt`` and ``sft``: the mean over all trained tokens of the whole step.
 
-The reference is ``OnLogits`` with torch's cross entropy. Where a numerical check shows that the epilogue is a plain linear head, up to a scale or soft-cap,
-``fused_linear`` computes the same with the gradient in the forward; it is used on CUDA only, and a test compares the two.
+The reference is ``OnLogits`` with torch's cross entropy. Where a numerical check shows that the epilogue is a plain linear
+head, up to a scale or soft-cap, ``fused_linear`` computes the same with the gradient in the forward; it is used on CUDA
+only, and a test compares the two.
 """
 
 from __future__ import annotations

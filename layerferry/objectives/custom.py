@@ -1,8 +1,8 @@
 """Losses of your own, on chunked logits or on hidden states.
 
-``OnLogits(f)``: ``f(logits [C, V], labels [C]) -> []`` is called on chunks of trained tokens and must be a *sum* over them; the result is divided by the number
-of trained tokens of the whole step. ``OnHidden(f)``: ``f(hidden [B, T, D], micro_batch) -> []`` sees whole rows before the final norm and is
-added up over micro-batches as it stands.
+``OnLogits(f)``: ``f(logits [C, V], labels [C]) -> []`` is called on chunks of trained tokens and must be a *sum* over them;
+the result is divided by the number of trained tokens of the whole step. ``OnHidden(f)``: ``f(hidden [B, T, D], micro_batch)
+-> []`` sees whole rows before the final norm and is added up over micro-batches as it stands.
 """
 
 from __future__ import annotations

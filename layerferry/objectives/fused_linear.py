@@ -1,11 +1,12 @@
 """Linear head and cross entropy in one go: the gradient is computed in the forward, chunk by chunk, at matmul speed.
 
-For logits z = cap(s * (x W^T + b)) and the sum of cross entropies L: dL/dz = softmax(z) - onehot(label), so one pass over a chunk's logits gives the loss
-and the gradient in the same buffer's place; then dx = dz W and dW += dz^T x, the latter accumulated in fp32. (The idea of Liger-Kernel's fused linear cross entropy,
-arXiv 2410.10989; measured there and here, the gain is in never keeping the logits.)
+For logits z = cap(s * (x W^T + b)) and the sum of cross entropies L: dL/dz = softmax(z) - onehot(label), so one pass over a
+chunk's logits gives the loss and the gradient in the same buffer's place; then dx = dz W and dW += dz^T x, the latter
+accumulated in fp32. (The idea of Liger-Kernel's fused linear cross entropy, arXiv 2410.10989; measured there and here, the
+gain is in never keeping the logits.)
 
-``FusedLinear.of`` proves, on the bound weights and a few real hidden states, that the family's epilogue is such a head; anything else
-keeps the reference. Checked against it in ``tests/objectives/test_fused_linear.py``.
+``FusedLinear.of`` proves, on the bound weights and a few real hidden states, that the family's epilogue is such a head;
+anything else keeps the reference. Checked against it in ``tests/objectives/test_fused_linear.py``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Planes x units @host: the authoritative home of every persistent byte.
 
-A parameter's fp32 master lives as a bf16 high half in the weight plane (the very bytes that are uploaded) and a signed 16-bit remainder in the
-residue plane; fp32-only parameters keep four bytes in the weight plane's second section. There is no second copy of anything: initialisation peaks at
-steady state plus the one parameter that is being written. Checked by ``tests/store/test_store.py``.
+A parameter's fp32 master lives as a bf16 high half in the weight plane (the very bytes that are uploaded) and a signed
+16-bit remainder in the residue plane; fp32-only parameters keep four bytes in the weight plane's second section. There is
+no second copy of anything: initialisation peaks at steady state plus the one parameter that is being written. Checked by
+``tests/store/test_store.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def plane_specs(state_planes: Mapping[str, PlaneSpec], *, grad: PlaneSpec = GRAD
 
 
 class Store:
-    """Owns the host planes. Written by the loader before training, by the drain (grad) and by the optimizer's thread (the rest)."""
+    """Owns the host planes. Written by the loader before training, by the drain (grad) and by the optimizer's thread (the
+    rest)."""
 
     def __init__(self, units: Sequence[Unit], specs: Mapping[str, PlaneSpec], backend: Backend) -> None:
         self.units = tuple(units)

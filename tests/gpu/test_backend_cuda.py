@@ -1,0 +1,61 @@
+"""The CUDA backend: exact pinned buffers, fences, and failures that leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import logging
+
+import pytest
+import torch
+
+from layerferry.backends import cuda
+from layerferry.backends.base import Lane
+from layerferry.backends.cuda import CudaBackend, device_count
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="no CUDA device")]
+
+
+def test_freed_pinned_memory_can_be_used_for_anything() -> None:
+    backend = CudaBackend()
+    for _ in range(20):
+        buffer = backend.host_buffer(3 << 20, travels=True)
+        assert buffer.is_pinned()
+        del buffer
+        gc.collect()
+        torch.randn(3 << 18).cuda()  # a pageable copy from the same addresses
+    backend.synchronize()
+
+
+def test_a_failed_pin_costs_one_warning_and_no_kernel(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    backend = CudaBackend()
+    real = cuda._runtime()
+
+    class Refusing:
+        def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+            return int(real.cudaHostRegister(0, num_bytes, flags))  # leaves the context's last error behind, as a real refusal does
+
+    monkeypatch.setattr(cuda, "_runtime", Refusing)
+    with caplog.at_level(logging.WARNING):
+        buffers = [backend.host_buffer(1 << 20, travels=True) for _ in range(3)]
+    assert len([r for r in caplog.records if "cannot pin" in r.message]) == 1
+    assert not any(buffer.is_pinned() for buffer in buffers)
+    device = backend.device_buffer(1 << 20)
+    backend.copy(Lane.UPLOAD, device, buffers[0].fill_(7))
+    backend.record(Lane.UPLOAD).synchronize()
+    assert int(device.sum(dtype=torch.int64)) == 7 << 20
+
+
+def test_copies_wait_for_fences() -> None:
+    backend = CudaBackend()
+    host = backend.host_buffer(256 << 20, travels=True)
+    back = backend.host_buffer(256 << 20, travels=True)
+    device = backend.device_buffer(256 << 20)
+    for value in range(1, 20):
+        host.fill_(value)
+        backend.copy(Lane.UPLOAD, device, host)
+        backend.wait(Lane.COMPUTE, backend.record(Lane.UPLOAD))
+        device.add_(1)
+        backend.wait(Lane.DOWNLOAD, backend.record(Lane.COMPUTE))
+        backend.copy(Lane.DOWNLOAD, back, device)
+        backend.record(Lane.DOWNLOAD).synchronize()
+        assert int(back.min()) == int(back.max()) == value + 1
