@@ -116,7 +116,6 @@ class TrainConfig:
     save_strategy: str = "steps"
     save_steps: float = 500
     save_total_limit: int | None = None
-    save_only_model: bool = False
     eval_strategy: str = "no"
     eval_steps: float | None = None
     """None: as logging_steps."""
@@ -154,8 +153,6 @@ class EngineConfig:
     compile: bool | None = None
     """None: on for CUDA, off elsewhere."""
     optimizer_threads: int | None = None
-    timeline: str | None = None
-    """File that receives what every lane did when (Chrome trace format)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

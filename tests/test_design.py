@@ -7,6 +7,7 @@ import ast
 import dataclasses
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,11 @@ MAY_USE_TRANSFORMERS = {"models", "data", "interop", "chat.py"}
 LONGEST_FILE = 400
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
@@ -58,7 +64,7 @@ def imports(path: Path, *, types: bool = True) -> Iterator[tuple[str, int]]:
 
     ``types`` False leaves out what only a type checker imports.
     """
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     guarded = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     unseen = set() if types else {inner for node in guarded for inner in ast.walk(node)}
     for node in ast.walk(tree):
@@ -78,11 +84,10 @@ def is_module(name: str) -> bool:
     return path.is_dir() or path.with_suffix(".py").is_file()
 
 
-def attributes(path: Path) -> Iterator[tuple[str, int]]:
+@cache
+def attributes(path: Path) -> list[tuple[str, int]]:
     """Every dotted expression, such as ``torch.cuda.synchronize``, with its line."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Attribute):
-            yield ast.unparse(node), node.lineno
+    return [(ast.unparse(node), node.lineno) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)]
 
 
 def own_part(path: Path) -> str:
@@ -103,8 +108,11 @@ def test_imports_go_only_down() -> None:
 
 
 def test_the_package_itself_imports_only_its_version() -> None:
-    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
-    found = [node.module for node in tree.body if isinstance(node, ast.ImportFrom) and str(node.module).startswith("layerferry")]
+    found = [
+        node.module
+        for node in tree_of(PACKAGE / "__init__.py").body
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("layerferry")
+    ]
     assert found == ["layerferry.version"]
 
 
@@ -139,14 +147,14 @@ def test_streams_and_events_stay_behind_the_seam() -> None:
 def test_a_file_is_short_and_says_what_it_is_for(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= LONGEST_FILE
-    assert not text.strip() or ast.get_docstring(ast.parse(text)), "a file opens with what it is for"
+    assert not text.strip() or ast.get_docstring(tree_of(path)), "a file opens with what it is for"
 
 
 def test_only_programs_print() -> None:
     for path in SOURCES:
         if path.relative_to(PACKAGE).as_posix() in MAY_PRINT:
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             called = node.func if isinstance(node, ast.Call) else None
             assert not (isinstance(called, ast.Name) and called.id == "print"), f"{name_of(path)}:{node.lineno}: print"
 
@@ -154,7 +162,7 @@ def test_only_programs_print() -> None:
 def test_heavy_packages_are_imported_inside_functions() -> None:
     heavy = {"transformers", "datasets", "matplotlib", "pyarrow", "accelerate", "omegaconf", "wandb", "tensorboard"}
     for path in SOURCES:
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in tree_of(path).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
             assert not heavy & {name.split(".")[0] for name in names}, f"{name_of(path)}:{node.lineno}"

@@ -250,7 +250,7 @@ VALUES = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(chosen=st.dictionaries(st.sampled_from(sorted(table())), VALUES, max_size=6))
 def test_any_value_of_any_key_is_a_config_or_a_config_error(tmp_path: Path, chosen: dict[str, Any]) -> None:
     import yaml
@@ -265,7 +265,7 @@ def test_any_value_of_any_key_is_a_config_or_a_config_error(tmp_path: Path, chos
             assert "fuzz.yaml" in str(error)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(overrides=st.lists(st.text(max_size=20), max_size=3))
 def test_any_command_line_is_a_config_or_a_config_error(overrides: list[str]) -> None:
     try:

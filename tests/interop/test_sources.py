@@ -69,7 +69,7 @@ def test_broken_overrides(item: str) -> None:
         read_settings(None, [item])
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.one_of(st.binary(max_size=80), st.text(max_size=80).map(lambda text: text.encode("utf-8", "surrogatepass"))))
 def test_any_bytes_are_settings_or_a_config_error(tmp_path: Path, content: bytes) -> None:
     for name in ("fuzz.yaml", "fuzz.json"):
