@@ -1,19 +1,27 @@
 """The oracle: the whole model, plain autograd, no streaming. What the engine must equal.
 
-Nothing of the engine is used: the Hugging Face model computes its own logits, torch's cross entropy the loss, ``torch.autograd`` the gradients. With
-``dropout=0`` and fp32 on the CPU the engine equals it to the last bit on every family of the conformance list.
+Nothing of the engine is used: the Hugging Face model computes its own logits, torch's cross entropy the loss,
+``torch.autograd`` the gradients of each micro-batch, and their sum is taken in fp32 in the order that the engine promises:
+micro-batches in turn; a tied weight's shares from the head first, then those of the embedding. With ``WholeRows`` as the
+engine's objective both do the same operations on the same shapes, so on the CPU they are equal to the last bit on every
+family of the conformance list. (The engine's own objective leaves untrained tokens out of the head, which changes the order
+of a few sums.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerferry.engine.batch import IGNORE_INDEX, MicroBatch
+from layerferry.engine.gradients import gradients_of
+from layerferry.models.build import locations
+from layerferry.objectives.base import Head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,29 +37,85 @@ def load_parameters(model: PreTrainedModel, parameters: Mapping[str, Tensor], bu
 
 
 def loss_and_gradients(model: PreTrainedModel, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Token-mean loss over all micro-batches [] fp32, and every gradient by parameter name (zeros where autograd gives none)."""
+    """Token-mean loss over all micro-batches [] fp32, and every gradient in fp32 by parameter name (zeros where autograd
+    gives none)."""
     denominator = sum(micro_batch.num_targets for micro_batch in micro_batches)
-    total = torch.zeros(())
-    model.zero_grad(set_to_none=True)
-    for micro_batch in micro_batches:
-        loss = summed_loss(model, micro_batch) / denominator
-        loss.backward()  # type: ignore[no-untyped-call]
-        total = total + loss.detach()
-    gradients = {
-        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        for name, parameter in model.named_parameters()
-    }
-    return total, gradients
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    sums = {name: torch.zeros_like(parameter, dtype=torch.float32) for name, parameter in model.named_parameters()}
+    total = torch.zeros((), device=parameters[0].device)
+    later: list[tuple[str, Tensor]] = []
+    with _look_ups_of_tied_weights(model) as own:
+        for micro_batch in micro_batches:
+            loss = step_loss(model, micro_batch, denominator)
+            found = gradients_of([loss], [*parameters, *own.values()], [None])
+            total = total + loss.detach()
+            for name, gradient in zip(names, found, strict=False):
+                if gradient is not None:
+                    sums[name] += gradient
+            later += [(name, g) for name, g in zip(own, found[len(names) :], strict=True) if g is not None]
+    for name, gradient in later:
+        sums[name] += gradient
+    return total, sums
 
 
-def summed_loss(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
-    """Sum of the token cross entropies of one micro-batch [] fp32, by the model's own whole forward."""
-    given = {"input_ids": micro_batch.input_ids}
+def step_loss(model: PreTrainedModel, micro_batch: MicroBatch, denominator: float) -> Tensor:
+    """One micro-batch's share of the step's loss [] fp32, with the family's load-balancing loss where the config asks for
+    it."""
+    ids = micro_batch.input_ids
+    given: dict[str, Any] = {"input_ids": ids}
     if micro_batch.position_ids is not None:
         given["position_ids"] = micro_batch.position_ids
         if not micro_batch.isolated:
-            given["attention_mask"] = torch.ones_like(micro_batch.input_ids)
+            given["attention_mask"] = torch.ones_like(ids)
+    balances = bool(getattr(model.config, "output_router_logits", False))
+    if balances:
+        given["attention_mask"] = (torch.arange(ids.shape[1])[None, :] < micro_batch.lengths[:, None]).to(ids.dtype)
     device = next(model.parameters()).device
-    logits = model(**{name: value.to(device) for name, value in given.items()}, use_cache=False).logits
-    targets = micro_batch.labels[:, 1:].reshape(-1).to(device)
+    output = model(**{name: value.to(device) for name, value in given.items()}, use_cache=False)
+    loss = _summed(output.logits, micro_batch.labels.to(device)) / denominator
+    if balances and getattr(output, "aux_loss", None) is not None:
+        weight = model.router_aux_loss_coef if hasattr(model, "router_aux_loss_coef") else model.aux_loss_coef
+        loss = loss + float(weight) * (micro_batch.num_targets / denominator) * output.aux_loss
+    return loss
+
+
+def _summed(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of the cross entropies of every token but the first: logits [B, T, V], labels [B, T]."""
+    targets = labels[:, 1:].reshape(-1)
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+@contextmanager
+def _look_ups_of_tied_weights(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
+    """For a while every tied weight has a copy where it is looked up; yields the copies by the weight's name."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    tied = {key: places for key, places in locations(model).items() if len(places) > 1}
+    own: dict[str, nn.Parameter] = {}
+    for key, ((module, leaf), *_) in tied.items():
+        weight = module._parameters[leaf]
+        assert weight is not None
+        own[names[key]] = module._parameters[leaf] = nn.Parameter(weight.detach().clone())
+    try:
+        yield own
+    finally:
+        for (module, leaf), (other, other_leaf), *_ in tied.values():
+            module._parameters[leaf] = other._parameters[other_leaf]
+
+
+class WholeRows:
+    """The engine's cross entropy with the oracle's shapes: every token of a micro-batch through the head at once."""
+
+    def denominator(self, micro_batches: Sequence[MicroBatch]) -> float:
+        return float(sum(micro_batch.num_targets for micro_batch in micro_batches))
+
+    def step(self, head: Head, hidden: Tensor, micro_batch: MicroBatch, denominator: float) -> tuple[Tensor, Tensor]:
+        leaf = hidden.detach().reshape(-1, hidden.shape[-1]).requires_grad_(True)
+        loss = self._loss(head, leaf, micro_batch) / denominator
+        return loss.detach(), head.backward(loss, leaf).view_as(hidden)
+
+    def evaluate(self, head: Head, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
+        return self._loss(head, hidden.reshape(-1, hidden.shape[-1]), micro_batch)
+
+    def _loss(self, head: Head, flat: Tensor, micro_batch: MicroBatch) -> Tensor:
+        rows, tokens = micro_batch.labels.shape
+        return _summed(head.logits(flat).view(rows, tokens, -1), micro_batch.labels.to(flat.device))

@@ -1,8 +1,8 @@
 """One wave: all its micro-batches go up through the units together, and their gradients come down.
 
-This file is the schedule. Weights arrive (``feed``), graphs stay (``tape``), gradients leave (``drain``); there is no stream, no event and no counter of
-slots here. Every unit is fed once on the way up and once on the way down, whatever the number of micro-batches, and each gradient is summed in fp32
-on the device before it travels.
+This file is the schedule. Weights arrive (``feed``), graphs stay (``tape``), gradients leave (``drain``); there is no
+stream, no event and no counter of slots here. Every unit is fed once on the way up and once on the way down, whatever the
+number of micro-batches, and each gradient is summed in fp32 on the device before it travels.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from layerferry.backends.base import Backend
 from layerferry.engine.batch import MicroBatch
 from layerferry.engine.drain import Drain
 from layerferry.engine.feed import Feed, Slot
+from layerferry.engine.gradients import add_gradients, gradients_of
 from layerferry.engine.isolation import IsolationCheck
 from layerferry.engine.randomness import seed_of
-from layerferry.engine.tape import SideGradients, Tape, add_gradients
+from layerferry.engine.tape import SideGradients, Tape
 from layerferry.engine.templates import Templates
 from layerferry.layout import WEIGHT_PLANE, Plane
 from layerferry.models.embedding import EmbeddingTap, LookUp
@@ -159,7 +160,7 @@ class Sweep:
                 live = [(tensor, gradient) for tensor, gradient in outputs if tensor.requires_grad]
                 leaves = [*(look_up.leaf for look_up in run.look_ups), *parameters]
                 tensors, gradients = [t for t, _ in live], [g for _, g in live]
-                found = torch.autograd.grad(tensors, leaves, gradients, allow_unused=True)
+                found = gradients_of(tensors, leaves, gradients)
                 for look_up, own in zip(run.look_ups, found, strict=False):
                     if own is not None:
                         target = next(e for e, p in zip(unit.layout.entries, parameters, strict=True) if p is look_up.table)
@@ -170,7 +171,8 @@ class Sweep:
     # ---------------------------------------------------------------- an evaluation wave
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> Tensor:
-        """Sum of the loss over the micro-batches [] fp32 @device; memory does not grow with their number but for hidden states."""
+        """Sum of the loss over the micro-batches [] fp32 @device; memory does not grow with their number but for hidden
+        states."""
         skeleton = self.skeleton
         self.feed.expect([skeleton.prologue_unit, *skeleton.layer_units, skeleton.epilogue_unit])
         self.templates.train(False)

@@ -1,15 +1,18 @@
 """The tape of small graphs: what the forward leaves behind is graphs and handles, never weights.
 
-Each (unit, micro-batch) keeps its own autograd graph. While it is recorded, a saved-tensor hook replaces every tensor that lives in the slot by a
-``Handle`` (unit, dtype, offset, size, stride); the backward resolves handles against whichever slot holds the unit by then. So a streamed layer needs no
-second forward. What else a graph keeps is the choice of ``apply``: everything, or little more than the inputs
-(``torch.utils.checkpoint`` under the same hook, whose recomputation runs with the template of the slot that the *backward* was given).
+Each (unit, micro-batch) keeps its own autograd graph. While it is recorded, a saved-tensor hook replaces every tensor that
+lives in the slot by a ``Handle`` (unit, dtype, offset, size, stride); the backward resolves handles against whichever slot
+holds the unit by then. So a streamed layer needs no second forward. What else a graph keeps is the choice of ``apply``:
+everything, or little more than the inputs (``torch.utils.checkpoint`` under the same hook, whose recomputation runs with
+the template of the slot that the *backward* was given).
 
-The hooks switch autograd's version check off, so nothing else notices an overwritten kept tensor: conformance runs with NaN on release and the backward in
-another slot than the forward. Gradients are asked for with ``torch.autograd.grad`` and added to the fp32 accumulator here.
+The hooks switch autograd's version check off, so nothing else notices an overwritten kept tensor: conformance runs with NaN
+on release and the backward in another slot than the forward. Gradients are asked for with ``torch.autograd.grad`` and added
+to the fp32 accumulator here.
 
-Two guards: no saved tensor may live in a slot other than the recording one, and every leaf under a unit's output must be its input, a side input, or
-its own parameter (a tensor from elsewhere, such as a shared key-value state, would make gradients silently wrong: the model is refused).
+Two guards: no saved tensor may live in a slot other than the recording one, and every leaf under a unit's output must be
+its input, a side input, or its own parameter (a tensor from elsewhere, such as a shared key-value state, would make
+gradients silently wrong: the model is refused).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from layerferry.engine.feed import Slot
+from layerferry.engine.gradients import add_gradients, gradients_of
 from layerferry.errors import ModelRefused
 from layerferry.layout import Plane
 from layerferry.models.skeleton import graph_leaves
@@ -67,7 +71,8 @@ class Graph:
 
 @dataclass(slots=True)
 class SideGradients:
-    """Gradients of side inputs, summed over the layers: what the prologue's backward needs besides that of the hidden states."""
+    """Gradients of side inputs, summed over the layers: what the prologue's backward needs besides that of the hidden
+    states."""
 
     sums: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -98,7 +103,7 @@ class Tape:
                 assert storage not in self._home or not tensor.numel(), "a saved tensor lives in another unit's slot"
                 return tensor
             self.num_handles[unit.index] = self.num_handles.get(unit.index, 0) + 1
-            return Handle(unit.index, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+            return Handle(unit.index, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._resolve):
             yield
@@ -137,11 +142,12 @@ class Tape:
     def backward(
         self, unit: Unit, micro_batch: int, template: Template, gradient: Tensor, accumulator: Plane, sides: SideGradients
     ) -> Tensor:
-        """Inside ``resolving``: adds this micro-batch's parameter gradients to ``accumulator``; returns dL/d(input) [B, T, D]."""
+        """Inside ``resolving``: adds this micro-batch's parameter gradients to ``accumulator``; returns dL/d(input) [B, T,
+        D]."""
         graph = self._graphs.pop((unit.index, micro_batch))
         graph.apply.template = template
         wanted = [graph.hidden, *(own for _, own in graph.sides), *graph.parameters]
-        found = torch.autograd.grad(graph.output, wanted, gradient, allow_unused=True)
+        found = gradients_of([graph.output], wanted, [gradient])
         num_sides = len(graph.sides)
         for (origin, _), side in zip(graph.sides, found[1 : 1 + num_sides], strict=True):
             if side is not None:
@@ -149,13 +155,6 @@ class Tape:
         add_gradients(accumulator, found[1 + num_sides :])
         assert found[0] is not None, "a layer without a path from its output to its input"
         return found[0]
-
-
-def add_gradients(accumulator: Plane, gradients: Sequence[Tensor | None]) -> None:
-    """Add gradients, in layout order, to the fp32 accumulator; a missing one leaves its span as it is."""
-    for target, gradient in zip(accumulator.views(), gradients, strict=True):
-        if gradient is not None:
-            target.add_(gradient)
 
 
 def _as_leaves(value: Any, sides: list[tuple[Tensor, Tensor]]) -> Any:

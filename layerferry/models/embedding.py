@@ -1,8 +1,8 @@
 """Embedding look-ups without a dense gradient.
 
-A table of V x D rows would get a dense V x D gradient per micro-batch. The tap answers ``F.embedding`` calls inside the prologue with a leaf, remembers
-the ids, and after the prologue's backward the leaf's gradient is added row by row into the accumulator. In the epilogue's
-dummy forward no table need be on the device: the blind tap answers with zeros.
+A table of V x D rows would get a dense V x D gradient per micro-batch. The tap answers ``F.embedding`` calls inside the
+prologue with a leaf, remembers the ids, and after the prologue's backward the leaf's gradient is added row by row into the
+accumulator. In the epilogue's dummy forward no table need be on the device: the blind tap answers with zeros.
 
 It intercepts the function, not the modules, so families that scale, cap or wrap their embedding need nothing of their own.
 """
@@ -25,7 +25,7 @@ class LookUp:
 
     table: Tensor  # [V, D] @device, a bound parameter
     ids: Tensor  # [...] int64 @device
-    leaf: Tensor  # [..., D] @device
+    leaf: Tensor  # [..., D] @device, one number in memory: stands for the values in the graph
     padding_idx: int | None
 
     def add_gradient(self, gradient: Tensor, target: Tensor) -> None:
@@ -58,9 +58,12 @@ class EmbeddingTap(TorchFunctionMode):
         ids, table, padding_idx, max_norm, scale_grad = _arguments(*args, **kwargs)
         if id(table) not in self._tables or max_norm is not None or scale_grad:
             return func(*args, **kwargs)
-        leaf = F.embedding(ids, table.detach()).requires_grad_(True)
+        values = F.embedding(ids, table.detach())
+        # -0.0 is what changes no value when it is added, not even another -0.0. The leaf is one number, seen as [..., D];
+        # its sum with the values is not a leaf, so families that scale their embeddings in place may (ctrl).
+        leaf = torch.full((), -0.0, dtype=values.dtype, device=values.device).expand(values.shape).requires_grad_(True)
         self.look_ups.append(LookUp(table, ids, leaf, padding_idx))
-        return leaf
+        return values + leaf
 
 
 class _BlindTap(TorchFunctionMode):

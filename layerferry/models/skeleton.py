@@ -106,7 +106,8 @@ class Skeleton:
         pattern, owners = fp32_only(self.model), owner_types(self.model)
         specs = {}
         for name, parameter in self.model.named_parameters():
-            wide = fp32 or (pattern is not None and pattern.search(name) is not None)
+            # TRAP: some families make a parameter in fp32 without listing it (tests/conformance: olmo_hybrid, hunyuan_v1_moe)
+            wide = fp32 or parameter.dtype == torch.float32 or (pattern is not None and pattern.search(name) is not None)
             dtype = torch.float32 if wide else torch.bfloat16
             decayed = parameter.requires_grad and decays(name, owners[id(parameter)])
             specs[name] = ParameterSpec(name=name, shape=tuple(parameter.shape), dtype=dtype, decays=decayed)

@@ -1,0 +1,28 @@
+"""Asking autograd for gradients, and adding them up.
+
+``torch.autograd.grad`` refuses inputs that do not require grad; frozen parameters (router corrections that a family
+declares without gradient) are left out, and their spans stay zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from layerferry.layout import Plane
+
+
+def gradients_of(outputs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """dL/d(inputs) for dL/d(outputs) = ``gradients`` (None: an output that is the loss); None where there is no path."""
+    asked = [tensor for tensor in inputs if tensor.requires_grad]
+    found = iter(torch.autograd.grad(list(outputs), asked, list(gradients), allow_unused=True))
+    return [next(found) if tensor.requires_grad else None for tensor in inputs]
+
+
+def add_gradients(accumulator: Plane, gradients: Sequence[Tensor | None]) -> None:
+    """Add gradients, in layout order, to the fp32 accumulator; a missing one leaves its span as it is."""
+    for target, gradient in zip(accumulator.views(), gradients, strict=True):
+        if gradient is not None:
+            target.add_(gradient)

@@ -1,0 +1,141 @@
+"""A real tiny model, the engine over a copy of it, and the gradients that the engine leaves in its planes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerferry.backends.base import Backend
+from layerferry.backends.chaos import ChaosBackend
+from layerferry.engine.batch import IGNORE_INDEX, MicroBatch
+from layerferry.engine.engine import Engine
+from layerferry.engine.randomness import seed_of
+from layerferry.layout import FP32_PLANE, GRAD
+from layerferry.models.build import build_on_meta, fp32_only
+from layerferry.models.skeleton import Skeleton
+from layerferry.models.stack import find_stack
+from layerferry.optim.adamw import AdamW
+from layerferry.optim.reference import ReferenceKernels
+from layerferry.plan import Plan
+from layerferry.store.store import Store, plane_specs
+
+PLAN = Plan(fp32=True, num_slots=2, num_slabs=1)
+"""Two slots, so that the backward of a unit nearly always runs in another slot than its forward, or in one that was overwritten."""
+CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+
+
+def micro_batches(count: int = 2, *, rows: int = 2, tokens: int = 16, seed: int = 0, vocabulary: int = 96) -> list[MicroBatch]:
+    """Ragged label counts, and a padded last row. No id twice in a micro-batch but padding: sums of look-ups have one order."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for number in range(count):
+        ids = 3 + torch.randperm(vocabulary - 3, generator=generator)[: rows * tokens].view(rows, tokens)
+        labels = ids.clone()
+        labels[:, : 5 - 2 * (number % 3)] = IGNORE_INDEX
+        lengths = torch.full((rows,), tokens)
+        if rows > 1:
+            lengths[-1] = tokens - 4 - number % 2
+            ids[-1, lengths[-1] :] = 0
+            labels[-1, lengths[-1] :] = IGNORE_INDEX
+        made.append(MicroBatch(input_ids=ids, labels=labels, lengths=lengths))
+    return made
+
+
+def real_model(config: Any, *, attention: str = "eager", dtype: torch.dtype = torch.float32) -> Any:
+    """Random, no two values alike and none at a special point (norms at 1, biases at 0 would hide mistakes)."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).train()
+    wide = fp32_only(model)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if wide is not None and wide.search(name):
+                parameter.data = parameter.data.float()
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+        for name, buffer in model.named_buffers():
+            if name.rpartition(".")[2] in CORRECTIONS:
+                buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.05)
+    return model
+
+
+@contextmanager
+def seeded(model: Any, step: int = 0, *, seed: int = 42) -> Iterator[None]:
+    """Random numbers (dropout, sampling routers) drawn where the engine draws them: from a generator seeded for (run, step, unit, micro-batch)."""
+    _, layers = find_stack(model, int(model.config.get_text_config().num_hidden_layers))
+    step_seed = seed_of(seed, step)
+    number = -1
+
+    def before_model(*_: Any) -> None:
+        nonlocal number
+        number += 1
+        torch.manual_seed(seed_of(step_seed, 0, number))
+
+    def before_layer(index: int) -> Callable[..., None]:
+        return lambda *_: torch.manual_seed(seed_of(step_seed, 1 + index, number)) and None
+
+    handles = [model.register_forward_pre_hook(before_model)]
+    handles += [layer.register_forward_pre_hook(before_layer(index)) for index, layer in enumerate(layers)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def make_engine(
+    model: Any, plan: Plan = PLAN, *, backend: Backend | None = None, optimizer: AdamW | None = None, seed: int = 42
+) -> Engine:
+    """The engine over a copy of ``model``'s weights. In fp32 mode with fp32 gradients @host."""
+    backend = backend or ChaosBackend()
+    dtype = torch.float32 if plan.fp32 else torch.bfloat16
+    meta = build_on_meta(model.config, dtype=dtype, attention=model.config._attn_implementation)
+    skeleton = Skeleton(meta, decays=lambda *_: True, device=backend.device, fp32=plan.fp32)
+    optimizer = optimizer or AdamW(kernels=ReferenceKernels())
+    specs = plane_specs(optimizer.state_planes, **({"grad": FP32_PLANE} if plan.carry_fp32 else {}))
+    store = Store(skeleton.units, specs, backend)
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    for unit in skeleton.units:
+        for entry in unit.layout.entries:
+            store.set_parameter(unit, entry, parameters[unit.names[entry.name]].detach())
+    for name in skeleton.buffer_names:
+        skeleton.set_buffer(name, buffers[name])
+    return Engine(skeleton, store, optimizer, backend, plan, seed=seed)
+
+
+def gradients(engine: Engine) -> dict[str, Tensor]:
+    """What the last step drained, by model parameter name, as fp32."""
+    engine.settle()
+    engine.backend.synchronize()
+    return {
+        unit.names[entry.name]: engine.store.plane(unit, GRAD).view(entry).float().clone()
+        for unit in engine.store.units
+        for entry in unit.layout.entries
+    }
+
+
+def masters(engine: Engine) -> dict[str, Tensor]:
+    """Every fp32 master by model parameter name, settled."""
+    engine.settle()
+    return {
+        unit.names[entry.name]: engine.store.master(unit, entry) for unit in engine.store.units for entry in unit.layout.entries
+    }
+
+
+def unequal(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:
+    """Names whose values differ in any bit (NaN counts as different), with the largest difference."""
+    assert one.keys() == other.keys()
+    return {n: float((one[n].double() - other[n].double()).abs().max()) for n in one if not torch.equal(one[n], other[n])}
+
+
+def masked(micro_batch: MicroBatch, rows: slice = slice(None)) -> MicroBatch:
+    """The same tokens with no label in ``rows``."""
+    labels = micro_batch.labels.clone()
+    labels[rows] = IGNORE_INDEX
+    return replace(micro_batch, labels=labels)
