@@ -70,7 +70,7 @@ def load(
         from layerferry.planner import choose_for
 
         plan = choose_for(skeleton, optimizer, config, backend, row_tokens=row_tokens)
-    store = Store(skeleton.units, plane_specs(optimizer.state_planes), backend)
+    store = Store(skeleton.units, plane_specs(optimizer.state_planes), backend, on_device=plan.on_device)
     _fill(store, skeleton, source, seed=config.train.seed)
     engine = Engine(skeleton, store, optimizer, backend, plan, seed=config.train.seed, folder=folder)
     engine.max_grad_norm = config.optim.max_grad_norm

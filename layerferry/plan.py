@@ -62,6 +62,8 @@ class Plan:
     """Device buffers for layer weights; as many as layers: weights are resident."""
     num_slabs: int = 2
     """Device buffers that layer gradients leave from."""
+    on_device: tuple[int, ...] = ()
+    """Indexes of the units whose planes, optimizer state included, live @device; nothing of them travels."""
     num_waves: int = 1
     """Groups of micro-batches that pass the layers one after the other; gradients are carried between them @host."""
     activation_budget: float = 1.0
@@ -93,6 +95,7 @@ class Plan:
                 "fp32",
                 "num_slots",
                 "num_slabs",
+                "on_device",
                 "num_waves",
                 "activation_budget",
                 "compile",

@@ -1,7 +1,8 @@
 """The rows of one pass through the layers: what the data pipeline hands to the engine.
 
-Labels are *not* shifted here: ``labels[b, t]`` is the target that LLaMA-Factory and Hugging Face put at position t, with -100 where the
-token is not trained; the objective shifts. Padding is on the right, where a causal model never looks, so no padding mask travels.
+Labels are *not* shifted here: ``labels[b, t]`` is the target that LLaMA-Factory and Hugging Face put at position t, with
+-100 where the token is not trained; the objective shifts. Padding is on the right, where a causal model never looks, so no
+padding mask travels.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Compiling templates: once per behaviour and budget, shared by all slots and units.
 
-The partitioner decides under ``activation_memory_budget`` what the compiled forward keeps (torch.compile's min-cut with a memory budget). Changing the
-global budget and compiling again would silently reuse the first graph, so each budget has a backend of its own. A layer that does not compile runs eagerly, and
-one line says which.
+The partitioner decides under ``activation_memory_budget`` what the compiled forward keeps (torch.compile's min-cut with a
+memory budget). Changing the global budget and compiling again would silently reuse the first graph, so each budget has a
+backend of its own. A layer that does not compile runs eagerly, and one line says which.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def _as_it_is(template: Template) -> None:
 
 @functools.cache
 def budget_backend(budget: float) -> Callable[..., Any]:
-    """Inductor under its own activation budget: one object per budget, so that graphs are shared among equals and only there."""
+    """Inductor under its own activation budget: one object per budget, so that graphs are shared among equals and only
+    there."""
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
         import torch._functorch.config as functorch_config

@@ -1,9 +1,10 @@
 """The deferred exact step: updates run on a worker thread, in the order in which the next forward needs the units.
 
-After the backward the clip coefficient is known exactly; each unit's update is then queued with the learning rate, step number and coefficient of *its*
-step, and the feed of a unit waits for that unit's update alone. Nothing is stale and nothing is rolled back: the result has the same
-bits as stepping every unit at once. ``settle`` finishes what is pending. A failure in the worker reaches whoever next needs the unit.
-Checked by ``tests/engine/test_deferred.py`` against the serial order.
+After the backward the clip coefficient is known exactly; each unit's update is then queued with the learning rate, step
+number and coefficient of *its* step, and the feed of a unit waits for that unit's update alone. Nothing is stale and
+nothing is rolled back: the result has the same bits as stepping every unit at once. ``settle`` finishes what is pending. A
+failure in the worker reaches whoever next needs the unit. Checked by ``tests/engine/test_deferred.py`` against the serial
+order.
 """
 
 from __future__ import annotations
@@ -29,8 +30,15 @@ class DeferredSteps:
         """Seconds the worker has spent in updates since the start."""
 
     def defer(self, units: Iterable[Unit], hyper: StepHyper, drained: Mapping[int, Fence]) -> None:
-        """Queue the updates of ``units`` in this order; ``drained[unit.index]`` is passed once its gradient is @host."""
+        """Update ``units`` in this order; ``drained[unit.index]`` is passed once its gradient is in its plane.
+
+        Units that live @device are updated on the compute lane now, the others by the worker.
+        """
         for unit in units:
+            if unit.index in self._store.on_device:
+                self._backend.touch(Lane.COMPUTE, writes=[p.buffer for p in self._store.planes(unit).values()])
+                self._optimizer.step(self._store.planes(unit), unit.layout, hyper, self._threads)
+                continue
             self._ready[unit.index] = self._worker.submit(self._step, unit, hyper, drained[unit.index])
 
     def _step(self, unit: Unit, hyper: StepHyper, drained: Fence) -> Fence:

@@ -1,15 +1,16 @@
 """Drain: gradients from the device to their host planes, behind the backward.
 
-``with drain(unit) as accumulator`` gives a zeroed fp32 plane on the device; micro-batches add into it. On leaving it is rounded once into
-a slab of the gradient plane's dtypes, the norm of exactly those bytes is taken (no extra pass over host memory), and the slab travels down while the
-next unit computes. In the second and later waves of a step the accumulator starts from the gradient already @host.
+``with drain(unit) as accumulator`` gives a zeroed fp32 plane on the device; micro-batches add into it. On leaving it is
+rounded once into a slab of the gradient plane's dtypes, the norm of exactly those bytes is taken (no extra pass over host
+memory), and the slab travels down while the next unit computes. In the second and later waves of a step the accumulator
+starts from the gradient already @host.
 
 TRAP: a parameter that got no gradient still owns its span and sends zeros (tests/engine/test_drain.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -38,10 +39,22 @@ class SlabPool:
         self.slabs = [Slab(backend.device_buffer(slab_bytes)) for _ in range(num_slabs)]
         self._next = 0
 
-    def take(self) -> Slab:
+    def take(self, unit: Unit) -> Slab:
+        """The slab for the next gradient, that of ``unit``."""
         slab = self.slabs[self._next]
         self._next = (self._next + 1) % len(self.slabs)
         return slab
+
+
+class HomeSlabs(SlabPool):
+    """Units that live @device: the gradient plane is the slab, and nothing travels."""
+
+    def __init__(self, accumulator: Tensor, store: Store, units: Iterable[Unit]) -> None:
+        self.accumulator = accumulator
+        self._own = {unit.index: Slab(store.plane(unit, GRAD).buffer) for unit in units}
+
+    def take(self, unit: Unit) -> Slab:
+        return self._own[unit.index]
 
 
 class Drain:
@@ -69,20 +82,21 @@ class Drain:
         self._send(unit, pool, accumulator)
 
     def _fetch_back(self, unit: Unit, pool: SlabPool, accumulator: Plane) -> None:
-        slab, grad = pool.take(), self._store.plane(unit, GRAD)
-        if slab.free is not None:
-            self._backend.wait(Lane.UPLOAD, slab.free)
-        self._backend.wait(Lane.UPLOAD, self.drained[unit.index])
+        slab, grad = pool.take(unit), self._store.plane(unit, GRAD)
         landed = Plane(unit.layout, grad.spec, slab.buffer)
-        self._backend.copy(Lane.UPLOAD, landed.buffer, grad.buffer)
-        self._backend.wait(Lane.COMPUTE, self._backend.record(Lane.UPLOAD))
+        if unit.index not in self._store.on_device:
+            if slab.free is not None:
+                self._backend.wait(Lane.UPLOAD, slab.free)
+            self._backend.wait(Lane.UPLOAD, self.drained[unit.index])
+            self._backend.copy(Lane.UPLOAD, landed.buffer, grad.buffer)
+            self._backend.wait(Lane.COMPUTE, self._backend.record(Lane.UPLOAD))
         self._backend.touch(Lane.COMPUTE, reads=[slab.buffer])
         for section, values in landed.sections.items():
             accumulator.sections[section].copy_(values)
         slab.free = self._backend.record(Lane.COMPUTE)
 
     def _send(self, unit: Unit, pool: SlabPool, accumulator: Plane) -> None:
-        slab, grad = pool.take(), self._store.plane(unit, GRAD)
+        slab, grad = pool.take(unit), self._store.plane(unit, GRAD)
         if slab.free is not None:
             self._backend.wait(Lane.COMPUTE, slab.free)
         self._backend.touch(Lane.COMPUTE, writes=[slab.buffer])
@@ -90,6 +104,9 @@ class Drain:
         for section, values in leaving.sections.items():
             values.copy_(accumulator.sections[section])
         self.norms[unit.index] = _norm(leaving)
+        if unit.index in self._store.on_device:
+            self.drained[unit.index] = self._backend.record(Lane.COMPUTE)
+            return
         self._backend.wait(Lane.DOWNLOAD, self._backend.record(Lane.COMPUTE))
         self._backend.copy(Lane.DOWNLOAD, grad.buffer, leaving.buffer)
         self.drained[unit.index] = slab.free = self._backend.record(Lane.DOWNLOAD)
@@ -97,5 +114,6 @@ class Drain:
 
 
 def _norm(plane: Plane) -> Tensor:
-    norms = [torch.linalg.vector_norm(section, dtype=torch.float32) for section in plane.tensors()]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    norms: list[Tensor] = [torch.linalg.vector_norm(section, dtype=torch.float32) for section in plane.tensors()]
+    whole: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    return whole

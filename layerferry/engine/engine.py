@@ -1,7 +1,8 @@
 """The engine: a model whose state lives @host, trained one exact step at a time.
 
-``step`` is section 4 of the design, in order: count what the loss is divided by, send the waves through the layers, read loss and norm in the step's one
-synchronisation, clip exactly, and defer the updates into the next forward. One engine serves every model, device, objective and plan.
+``step`` is section 4 of the design, in order: count what the loss is divided by, send the waves through the layers, read
+loss and norm in the step's one synchronisation, clip exactly, and defer the updates into the next forward. One engine
+serves every model, device, objective and plan.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from layerferry.backends.base import Backend, Fence
 from layerferry.engine.batch import MicroBatch
 from layerferry.engine.compiled import preparer
 from layerferry.engine.deferred import DeferredSteps
-from layerferry.engine.drain import Drain, SlabPool
-from layerferry.engine.feed import Feed, SlotPool
+from layerferry.engine.drain import Drain
+from layerferry.engine.feed import Feed
 from layerferry.engine.isolation import IsolationCheck
+from layerferry.engine.pools import slab_pools, slot_pools
 from layerferry.engine.pretrained import ModelFolder
 from layerferry.engine.randomness import seed_of
 from layerferry.engine.sizes import device_sizes
@@ -83,23 +85,11 @@ class Engine:
         self._seed = seed
         self._default_objective = CrossEntropy()
         sizes = device_sizes(store.units, plan, store.specs)
-        slots = {
-            kind: SlotPool(backend, num_slots=plan.num_slots if kind else 1, slot_bytes=sizes[kind].slot_bytes)
-            for kind in (True, False)
-        }
-        slabs = {
-            kind: SlabPool(
-                backend,
-                num_slabs=plan.num_slabs if kind else 1,
-                slab_bytes=sizes[kind].slab_bytes,
-                accumulator_bytes=sizes[kind].accumulator_bytes,
-            )
-            for kind in (True, False)
-        }
         self.deferred = DeferredSteps(store, optimizer, backend, threads=plan.optimizer_threads)
-        self.feed = Feed(backend, store, self.deferred, {u.index: slots[u.is_layer] for u in store.units})
-        self.drain = Drain(backend, store, {u.index: slabs[u.is_layer] for u in store.units})
-        self._slots = [slot for pool in slots.values() for slot in pool.slots]
+        slots = slot_pools(store, sizes, backend)
+        self.feed = Feed(backend, store, self.deferred, slots)
+        self.drain = Drain(backend, store, slab_pools(store, sizes, backend))
+        self._slots = [slot for pool in set(slots.values()) for slot in pool.slots]
         self._sweep = Sweep(
             skeleton, backend, self.feed, self.drain, Templates(skeleton, preparer(plan)), plan.chunk_tokens, IsolationCheck()
         )
@@ -117,7 +107,8 @@ class Engine:
     ) -> StepReport:
         """One optimizer step over ``micro_batches``: the gradient is that of one batch of all their rows.
 
-        Clips by global norm to ``max_grad_norm`` (None: the engine's own; 0: not at all). The update is deferred; ``settle`` completes it.
+        Clips by global norm to ``max_grad_norm`` (None: the engine's own; 0: not at all). The update is deferred;
+        ``settle`` completes it.
         """
         begin = time.perf_counter()
         objective = objective or self._default_objective
@@ -211,7 +202,8 @@ class _Counts:
 
 
 def clip_coefficient(norm: float, limit: float) -> float:
-    """Factor that brings a gradient of global norm ``norm`` to at most ``limit``, as ``torch.nn.utils.clip_grad_norm_`` computes it in fp32; 1 for limit 0."""
+    """Factor that brings a gradient of global norm ``norm`` to at most ``limit``, as ``torch.nn.utils.clip_grad_norm_``
+    computes it in fp32; 1 for limit 0."""
     if not limit:
         return 1.0
     return float((limit / (torch.tensor(norm, dtype=torch.float32) + 1e-6)).clamp(max=1.0))

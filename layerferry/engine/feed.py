@@ -1,12 +1,13 @@
 """Feed: host weights to slots, ahead of their use.
 
-The engine tells what comes next (``expect``); uploads run as far ahead as there are free slots. ``with feed(unit) as slot`` waits for that
-unit's upload; leaving returns the slot, and the next expected upload takes it. A slot keeps what it holds until it is needed for something else, and the
-content whose next use is furthest away goes first (L. Belady, "A study of replacement algorithms", 1966; the order of uses is known here): with three
-slots the turn from forward to backward needs no upload, and with a slot for every unit weights are resident.
+The engine tells what comes next (``expect``); uploads run as far ahead as there are free slots. ``with feed(unit) as slot``
+waits for that unit's upload; leaving returns the slot, and the next expected upload takes it. A slot keeps what it holds
+until it is needed for something else, and the content whose next use is furthest away goes first (L. Belady, "A study of
+replacement algorithms", 1966; the order of uses is known here): with three slots the turn from forward to backward needs no
+upload, and with a slot for every unit weights are resident.
 
-Waiting for a pending update never blocks the caller: the upload hangs on the update's future and is queued by whoever finishes it.
-Checked by ``tests/engine/test_feed.py`` and, for every order of events, by the chaos backend.
+Waiting for a pending update never blocks the caller: the upload hangs on the update's future and is queued by whoever
+finishes it. Checked by ``tests/engine/test_feed.py`` and, for every order of events, by the chaos backend.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from layerferry.units import Unit
 class Slot:
     """A device buffer that one unit's weights land in. Written by the feed only."""
 
-    index: int
     buffer: Tensor  # [slot_bytes] uint8 @device
     unit: Unit | None = None
     arrival: Future[Fence] | None = None
@@ -44,7 +44,7 @@ class SlotPool:
     """Slots of one size, and the units that use them."""
 
     def __init__(self, backend: Backend, *, num_slots: int, slot_bytes: int) -> None:
-        self.slots = [Slot(index, backend.device_buffer(slot_bytes)) for index in range(num_slots)]
+        self.slots = [Slot(backend.device_buffer(slot_bytes)) for _ in range(num_slots)]
         self.expected: deque[Unit] = deque()
         self.assigned: deque[tuple[Unit, Slot]] = deque()
 
@@ -60,6 +60,24 @@ class SlotPool:
             return order.index(slot.unit) if slot.unit in order else len(order)
 
         return max(free, key=lambda slot: (next_use(slot), -slot.last_use), default=None)
+
+    def outdated(self) -> list[Slot]:
+        """Slots whose content is of no use once the weights have been stepped."""
+        return [slot for slot in self.slots if slot.unit is not None]
+
+
+class HomePool(SlotPool):
+    """Units that live @device: the weight plane is the slot, it is always there, and a step updates it in place."""
+
+    def __init__(self, backend: Backend, store: Store, units: Iterable[Unit]) -> None:
+        super().__init__(backend, num_slots=0, slot_bytes=0)
+        for unit in units:
+            there: Future[Fence] = Future()
+            there.set_result(backend.record(Lane.COMPUTE))
+            self.slots.append(Slot(store.plane(unit, WEIGHT).buffer, unit, there))
+
+    def outdated(self) -> list[Slot]:
+        return []
 
 
 class Feed:
@@ -87,7 +105,8 @@ class Feed:
             pool.assigned.clear()
             for slot in pool.slots:
                 slot.claims = 0
-                if stale and slot.unit is not None:
+            if stale:
+                for slot in pool.outdated():
                     self._vacate(slot)
 
     @contextmanager

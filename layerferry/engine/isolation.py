@@ -1,7 +1,8 @@
 """Do packed samples see each other? Checked on the real layers before the first packed step is trusted.
 
-Attention masks keep samples apart; recurrent state (state-space and linear-attention layers) does not know of them. For each behaviour the first sample of a
-packed row is replaced by large noise, and no other sample's output may move by more than rounding. Otherwise the model is refused for neat packing.
+Attention masks keep samples apart; recurrent state (state-space and linear-attention layers) does not know of them. For
+each behaviour the first sample of a packed row is replaced by large noise, and no other sample's output may move by more
+than rounding. Otherwise the model is refused for neat packing.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ class ModelFolder:
     def write(self, folder: Path, skeleton: Skeleton, store: Store, *, max_shard_bytes: int = 5_000_000_000) -> None:
         """Weights in the dtype that the device computes with (bf16; fp32 in fp32 mode), config and generation config.
 
-        The weights @host must be settled. Raises ``CheckpointError`` when the disk cannot hold them; earlier files are then untouched.
+        The weights @host must be settled. Raises ``CheckpointError`` when the disk cannot hold them; earlier files are then
+        untouched.
         """
         read = reader(skeleton, store)
         entries = self._saved.entries(read, lambda name: read(name).dtype)

@@ -1,4 +1,5 @@
-"""Random numbers by place, not by order: dropout and sampling routers draw from a generator seeded for (run, step, unit, micro-batch).
+"""Random numbers by place, not by order: dropout and sampling routers draw from a generator seeded for (run, step, unit,
+micro-batch).
 
 So the numbers do not depend on slots, waves, workers or on whether a run was interrupted, and resume needs no generator state.
 """

@@ -28,13 +28,15 @@ class DeviceSizes:
 def device_sizes(units: Sequence[Unit], plan: Plan, specs: Mapping[str, PlaneSpec]) -> dict[bool, DeviceSizes]:
     """Sizes by ``unit.is_layer``."""
     sizes = {}
+    home = set(plan.on_device)
     for kind in (True, False):
-        layouts = [unit.layout for unit in units if unit.is_layer is kind]
+        of_kind = [unit for unit in units if unit.is_layer is kind]
+        travelling = [unit.layout for unit in of_kind if unit.index not in home]
         sizes[kind] = DeviceSizes(
-            slot_bytes=max(layout.bytes(specs[WEIGHT]) for layout in layouts),
-            slab_bytes=max(layout.bytes(specs[GRAD]) for layout in layouts),
-            accumulator_bytes=max(layout.bytes(FP32_PLANE) for layout in layouts),
-            num_slots=plan.num_slots if kind else 1,
-            num_slabs=plan.num_slabs if kind else 1,
+            slot_bytes=max((layout.bytes(specs[WEIGHT]) for layout in travelling), default=0),
+            slab_bytes=max((layout.bytes(specs[GRAD]) for layout in travelling), default=0),
+            accumulator_bytes=max(unit.layout.bytes(FP32_PLANE) for unit in of_kind),
+            num_slots=(plan.num_slots if kind else 1) if travelling else 0,
+            num_slabs=(plan.num_slabs if kind else 1) if travelling else 0,
         )
     return sizes

@@ -17,6 +17,7 @@ gradients silently wrong: the model is refused).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -130,10 +131,8 @@ class Tape:
         args = _as_leaves(call.args, sides)
         kwargs = _as_leaves(call.kwargs, sides)
         apply = Apply(template, call)
-        if self._rebuild:
-            output = checkpoint(apply, leaf, args, kwargs, use_reentrant=False)
-        else:
-            output = apply(leaf, args, kwargs)
+        run = functools.partial(checkpoint, apply, use_reentrant=False) if self._rebuild else apply
+        output: Tensor = run(leaf, args, kwargs)
         if self._audit:
             _audit(unit, output, [leaf, *(own for _, own in sides), *template.parameters])
         self._graphs[unit.index, micro_batch] = Graph(leaf, output, sides, template.parameters, apply)
@@ -177,6 +176,6 @@ def _audit(unit: Unit, output: Tensor, allowed: Sequence[Tensor]) -> None:
     for leaf in graph_leaves([output]):
         if id(leaf) not in known:
             raise ModelRefused(
-                f"{unit.name}: its output depends on a tensor of shape {tuple(leaf.shape)} that is neither its input nor its parameter "
-                "(state shared between layers, such as shared key-value heads): it cannot be streamed"
+                f"{unit.name}: its output depends on a tensor of shape {tuple(leaf.shape)} that is neither its input nor its "
+                "parameter (state shared between layers, such as shared key-value heads): it cannot be streamed"
             )

@@ -15,7 +15,7 @@ class Templates:
 
     def __init__(self, skeleton: Skeleton, prepare: Callable[[Template], None]) -> None:
         self._skeleton, self._prepare = skeleton, prepare
-        self._known: dict[tuple[Hashable, int], Template] = {}
+        self._known: dict[tuple[Hashable, Slot], Template] = {}
         self._training = True
 
     def train(self, training: bool) -> None:
@@ -24,7 +24,7 @@ class Templates:
 
     def bound(self, layer_index: int, slot: Slot) -> Template:
         """The template of layer ``layer_index`` over ``slot``, with that layer's number and buffers."""
-        key = (self._skeleton.keys[layer_index], slot.index)
+        key = (self._skeleton.keys[layer_index], slot)
         template = self._known.get(key)
         if template is None:
             layout = self._skeleton.layer_units[layer_index].layout

@@ -14,9 +14,10 @@ from layerferry.config import OptimConfig
 from layerferry.errors import ConfigError
 from layerferry.layout import FP32_PLANE, GRAD, RESIDUE, WEIGHT, Layout, Plane, PlaneSpec
 from layerferry.optim.base import EXP_AVG, EXP_AVG_SQ, StepHyper
+from layerferry.optim.device_kernels import device_kernels
 from layerferry.optim.kernels import AdamWScalars, Kernels
 from layerferry.optim.load import load_kernels
-from layerferry.optim.reference import SMALLEST_NORMAL, ReferenceKernels
+from layerferry.optim.reference import SMALLEST_NORMAL
 
 
 class AdamW:
@@ -44,7 +45,7 @@ class AdamW:
         self.eps = eps
         self.weight_decay = weight_decay
         self._host_kernels = load_kernels() if kernels is None else kernels
-        self._device_kernels = ReferenceKernels()
+        self._device_kernels = device_kernels()
 
     @classmethod
     def of(cls, config: OptimConfig) -> AdamW:

@@ -94,10 +94,11 @@ def calibrate(skeleton: Skeleton, backend: Backend, plan: Plan, shape: Shape) ->
     before = backend.allocated_bytes()
     bench = _Bench(skeleton, backend, plan, shape)
     try:
-        hidden, calls, prologue_kept = bench.prologue()
-        firsts = [skeleton.keys.index(key) for key in dict.fromkeys(skeleton.keys)]
-        layers = tuple(bench.layer(index, hidden, calls[index]) for index in firsts)
-        head_peak, evaluation_peak = bench.head(hidden.detach())
+        with backend.kernels():
+            hidden, calls, prologue_kept = bench.prologue()
+            firsts = [skeleton.keys.index(key) for key in dict.fromkeys(skeleton.keys)]
+            layers = tuple(bench.layer(index, hidden, calls[index]) for index in firsts)
+            head_peak, evaluation_peak = bench.head(hidden.detach())
     finally:
         bench.close()
     del hidden, calls, bench
@@ -134,7 +135,7 @@ class _Bench:
 
     def _slot(self, units: Any) -> Slot:
         buffer = self._backend.device_buffer(max(unit.layout.bytes(WEIGHT_PLANE) for unit in units))
-        return Slot(0, buffer)
+        return Slot(buffer)
 
     def _fill(self, unit: Unit) -> Plane:
         plane = Plane(unit.layout, WEIGHT_PLANE, self._slots[unit.is_layer].buffer)

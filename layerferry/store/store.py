@@ -1,4 +1,4 @@
-"""Planes x units @host: the authoritative home of every persistent byte.
+"""Planes x units, @host or @device: the authoritative home of every persistent byte.
 
 A parameter's fp32 master lives as a bf16 high half in the weight plane (the very bytes that are uploaded) and a signed
 16-bit remainder in the residue plane; fp32-only parameters keep four bytes in the weight plane's second section. There is
@@ -8,7 +8,7 @@ no second copy of anything: initialisation peaks at steady state plus the one pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -30,16 +30,23 @@ class Store:
     """Owns the host planes. Written by the loader before training, by the drain (grad) and by the optimizer's thread (the
     rest)."""
 
-    def __init__(self, units: Sequence[Unit], specs: Mapping[str, PlaneSpec], backend: Backend) -> None:
+    def __init__(
+        self, units: Sequence[Unit], specs: Mapping[str, PlaneSpec], backend: Backend, *, on_device: Iterable[int] = ()
+    ) -> None:
+        """``on_device``: indexes of the units whose planes live @device."""
         self.units = tuple(units)
         self.specs = dict(specs)
+        self.on_device = frozenset(on_device)
         self._planes = [
-            {
-                kind: Plane(unit.layout, spec, backend.host_buffer(unit.layout.bytes(spec), travels=kind in TRAVELLING))
-                for kind, spec in self.specs.items()
-            }
+            {kind: Plane(unit.layout, spec, self._allocate(backend, unit, kind)) for kind, spec in self.specs.items()}
             for unit in self.units
         ]
+
+    def _allocate(self, backend: Backend, unit: Unit, kind: str) -> Tensor:
+        num_bytes = unit.layout.bytes(self.specs[kind])
+        if unit.index in self.on_device:
+            return backend.device_buffer(num_bytes)
+        return backend.host_buffer(num_bytes, travels=kind in TRAVELLING)
 
     def plane(self, unit: Unit, kind: str) -> Plane:
         return self._planes[unit.index][kind]
@@ -49,6 +56,7 @@ class Store:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all planes, wherever they live."""
         return sum(plane.buffer.numel() for planes in self._planes for plane in planes.values())
 
     @property
@@ -72,7 +80,7 @@ class Store:
             self.plane(unit, RESIDUE).view(entry).copy_(low)
 
     def master(self, unit: Unit, entry: Entry) -> Tensor:
-        """The fp32 master of one parameter, a copy in ``entry.shape`` @host."""
+        """The fp32 master of one parameter, a copy in ``entry.shape`` where the unit lives."""
         from layerferry.optim.master import join_master
 
         weight = self.plane(unit, WEIGHT).view(entry)

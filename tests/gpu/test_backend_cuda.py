@@ -31,8 +31,10 @@ def test_a_failed_pin_costs_one_warning_and_no_kernel(monkeypatch: pytest.Monkey
     real = cuda._runtime()
 
     class Refusing:
-        def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
-            return int(real.cudaHostRegister(0, num_bytes, flags))  # leaves the context's last error behind, as a real refusal does
+        def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+            return int(
+                real.cudaHostRegister(0, num_bytes, flags)
+            )  # leaves the context's last error behind, as a real refusal does
 
     monkeypatch.setattr(cuda, "_runtime", Refusing)
     with caplog.at_level(logging.WARNING):

@@ -1,0 +1,63 @@
+"""Small models, batches and engines for the GPU suite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import layerferry
+from layerferry.backends.cuda import CudaBackend
+from layerferry.config import Config, ModelConfig, TrainConfig
+from layerferry.engine.batch import MicroBatch
+from layerferry.engine.engine import Engine
+from layerferry.layout import GRAD
+from layerferry.plan import Plan
+
+SMALL = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 1024, "max_position_embeddings": 512,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": SMALL,
+    "qwen2": {**SMALL, "tie_word_embeddings": True},
+    "gemma2": {**SMALL, "head_dim": 64, "sliding_window": 32, "query_pre_attn_scalar": 64},
+    "qwen3_moe": {**SMALL, "head_dim": 64, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+}
+
+
+def model_of(family: str, dtype: torch.dtype) -> Any:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**FAMILIES[family]), dtype=dtype)
+    return model.cuda().train()
+
+
+def batches(count: int = 3, rows: int = 4, tokens: int = 128, seed: int = 0) -> list[MicroBatch]:
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for number in range(count):
+        ids = torch.randint(3, 1024, (rows, tokens), generator=generator)
+        labels = ids.clone()
+        labels[:, : 10 * number] = -100
+        found.append(MicroBatch(input_ids=ids, labels=labels, lengths=torch.full((rows,), tokens)))
+    return found
+
+
+def engine_of(model: Any, plan: Plan) -> Engine:
+    config = Config(model=ModelConfig(model_name_or_path="live"), train=TrainConfig(fp32=plan.fp32))
+    return layerferry.load(model, config=config, plan=plan, backend=CudaBackend())
+
+
+def gradients(engine: Engine) -> dict[str, torch.Tensor]:
+    engine.backend.synchronize()
+    return {
+        unit.names[entry.name]: engine.store.plane(unit, GRAD).view(entry).float().clone()
+        for unit in engine.store.units
+        for entry in unit.layout.entries
+    }
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / (expected.double().norm() + 1e-30))
