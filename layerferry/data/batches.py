@@ -133,8 +133,7 @@ class Sampler:
     def _step(self, cursor: Cursor, order: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[list[int], Cursor]:
         stop = min(cursor.position + self.step_rows, self.usable)
         ids = order[cursor.position : stop]
-        share = -(-len(ids) // self.ranks)
-        mine = ids[self.rank * share : (self.rank + 1) * share]
+        mine = ids[len(ids) * self.rank // self.ranks : len(ids) * (self.rank + 1) // self.ranks]
         after = Cursor(cursor.epoch + 1, 0) if stop == self.usable else Cursor(cursor.epoch, stop)
         return [int(i) for i in mine], after
 

@@ -48,6 +48,9 @@ class JinjaEncoder:
         if not getattr(self.tokenizer, "is_fast", False):
             raise DataError("template: auto needs a fast tokenizer (tokenizer.json) to find the assistant's tokens")
 
+    def prepare(self, conversations: list[Conversation]) -> None:
+        """Nothing to do ahead: here rendering takes the time, and each row is tokenised once."""
+
     def encode(self, conversation: Conversation) -> Row:
         listed = tools.parse_tools(conversation.tools) if conversation.tools else None
         rendering = _Rendering(self, listed, _turns(conversation, self.default_system), conversation.origin)

@@ -14,9 +14,11 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from layerferry.config import DataConfig
@@ -26,6 +28,7 @@ from layerferry.errors import DataError
 
 KINDS = {"Template": "plain", "Llama2Template": "fused", "ReasoningTemplate": "reasoning", "Glm47ReasoningTemplate": "glm47"}
 CONTENT = "{{content}}"
+NONE_KNOWN: Mapping[str, list[int]] = MappingProxyType({})
 SPECIAL_ROLES = ("bos_token", "eos_token")
 
 
@@ -76,7 +79,12 @@ class Template:
         return self.kind in ("reasoning", "glm47")
 
     def encode_multiturn(self, tokenizer: Any, conversation: Conversation, *, only_last: bool = False) -> list[Turn]:
-        """Every (asked, answered) pair, for training.
+        """Token ids of every (asked, answered) pair of ``turns``."""
+        pairs = self.turns(conversation, only_last=only_last)
+        return [(to_ids(tokenizer, asked), to_ids(tokenizer, answered)) for asked, answered in pairs]
+
+    def turns(self, conversation: Conversation, *, only_last: bool = False) -> list[tuple[list[Piece], list[Piece]]]:
+        """The pieces of every (asked, answered) pair, for training.
 
         ``only_last`` says that earlier answers are not trained: a reasoning template then writes them as it does when it
         generates, without their thoughts, unless ``preserve_thinking`` keeps those.
@@ -89,33 +97,32 @@ class Template:
                 is_past = as_past and index < len(messages) - 1
                 if is_past or self.enable_thinking is False:
                     messages[index] = self._without_thought(messages[index])
-        encoded = self._encode(tokenizer, replace(conversation, messages=tuple(messages)))
+        written = self._write(replace(conversation, messages=tuple(messages)))
         if self.reasons:
             for index in answers[-1:] if as_past else answers:
-                self._add_empty_thought(tokenizer, messages[index], encoded, index)
-        return [(encoded[index], encoded[index + 1]) for index in range(0, len(encoded), 2)]
+                self._add_empty_thought(messages[index], written, index)
+        return [(written[index], written[index + 1]) for index in range(0, len(written), 2)]
 
-    def _add_empty_thought(self, tokenizer: Any, message: Message, encoded: list[list[int]], index: int) -> None:
+    def _add_empty_thought(self, message: Message, written: list[list[Piece]], index: int) -> None:
         """An answer without a thought gets an empty one: inside the loss where thinking is on, in front of it where it is off."""
         if any(word.strip() in message.content for word in self.thought_words):
             return
-        text = self.thought_words[1] if self.kind == "glm47" else "".join(self.thought_words)
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        thought = self.thought_words[1] if self.kind == "glm47" else "".join(self.thought_words)
         if self.enable_thinking:
-            encoded[index] = ids + encoded[index]
+            written[index].insert(0, thought)
         else:
-            encoded[index - 1] = encoded[index - 1] + ids
+            written[index - 1].append(thought)
 
     def _without_thought(self, message: Message) -> Message:
         pattern = "(.*?)".join(map(re.escape, self.thought_words))
         return replace(message, content=re.sub(pattern, "", message.content, flags=re.DOTALL).lstrip("\n"))
 
-    def _encode(self, tokenizer: Any, conversation: Conversation) -> list[list[int]]:
-        """Token ids per message; the first also holds the prefix and, but for fused templates, the system text."""
+    def _write(self, conversation: Conversation) -> list[list[Piece]]:
+        """Pieces per message; the first also holds the prefix and, but for fused templates, the system text."""
         system = conversation.system or self.default_system
         tool_text = self._tool_text(conversation.tools)
         head = fill(self.system, system + tool_text) if system or conversation.tools else []
-        encoded: list[list[int]] = []
+        written: list[list[Piece]] = []
         for index, message in enumerate(conversation.messages):
             pieces: list[Piece] = list(self.prefix) if index == 0 else []
             content = message.content
@@ -124,8 +131,8 @@ class Template:
                 content = head[0] + content
             elif index == 0:
                 pieces += head
-            encoded.append(to_ids(tokenizer, pieces + self._pieces(message.role, content)))
-        return encoded
+            written.append(pieces + self._pieces(message.role, content))
+        return written
 
     def _pieces(self, role: str, content: str) -> list[Piece]:
         if role == FUNCTION:
@@ -182,7 +189,8 @@ def fill(slots: Slots, content: str) -> list[Piece]:
     return [slot.replace(CONTENT, content, 1) if isinstance(slot, str) else slot for slot in slots]
 
 
-def to_ids(tokenizer: Any, pieces: list[Piece]) -> list[int]:
+def to_ids(tokenizer: Any, pieces: list[Piece], known: Mapping[str, list[int]] = NONE_KNOWN) -> list[int]:
+    """Token ids of the pieces, one after another; ``known`` has texts that are tokenised already."""
     ids: list[int] = []
     for piece in pieces:
         if isinstance(piece, Token):
@@ -190,6 +198,8 @@ def to_ids(tokenizer: Any, pieces: list[Piece]) -> list[int]:
         elif isinstance(piece, Special):
             token = getattr(tokenizer, f"{piece.role}_id")
             ids += [] if token is None else [token]
+        elif piece in known:
+            ids += known[piece]
         elif piece:
             ids += tokenizer.encode(piece, add_special_tokens=False)
     return ids

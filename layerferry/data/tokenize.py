@@ -10,14 +10,15 @@ and only dilutes a batch: it is a bad row. Checked against LLaMA-Factory by ``te
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from layerferry.config import DataConfig
 from layerferry.data.pack import blocks, chunks, packed
 from layerferry.data.rows import BadRow, Conversation
 from layerferry.data.samples import Row
-from layerferry.data.templates import Template
+from layerferry.data.templates import Piece, Template, to_ids
 from layerferry.engine.batch import IGNORE_INDEX
 
 Drop = Callable[[str, str], None]
@@ -25,7 +26,9 @@ Drop = Callable[[str, str], None]
 
 
 class Encoder(Protocol):
-    """A conversation's token ids and labels; raises ``BadRow``."""
+    """A conversation's token ids and labels; raises ``BadRow``. ``prepare`` hears which conversations come next."""
+
+    def prepare(self, conversations: list[Conversation]) -> None: ...
 
     def encode(self, conversation: Conversation) -> Row: ...
 
@@ -51,9 +54,27 @@ class SlotEncoder:
     cutoff_len: int
     train_on_prompt: bool = False
     mask_history: bool = False
+    _known: dict[str, list[int]] = field(default_factory=dict)
+
+    def prepare(self, conversations: list[Conversation]) -> None:
+        """Tokenise all their texts in one call, which fast tokenizers spread over the cores."""
+        texts: dict[str, None] = {}
+        for conversation in conversations:
+            with suppress(BadRow):  # raised again, and counted, when the row's turn comes
+                for pair in self._turns(conversation):
+                    texts |= {piece: None for pieces in pair for piece in pieces if isinstance(piece, str) and piece}
+        self._known.clear()
+        if texts:
+            self._known.update(zip(texts, self.tokenizer(list(texts), add_special_tokens=False)["input_ids"], strict=True))
+
+    def _turns(self, conversation: Conversation) -> list[tuple[list[Piece], list[Piece]]]:
+        return self.template.turns(conversation, only_last=self.mask_history)
 
     def encode(self, conversation: Conversation) -> Row:
-        pairs = self.template.encode_multiturn(self.tokenizer, conversation, only_last=self.mask_history)
+        pairs = [
+            (to_ids(self.tokenizer, asked, self._known), to_ids(self.tokenizer, answered, self._known))
+            for asked, answered in self._turns(conversation)
+        ]
         closes = self.template.efficient_eos
         total = int(closes)
         kept: list[tuple[list[int], list[int]]] = []  # (ids, labels) per turn, in the order of processing
@@ -93,18 +114,16 @@ def checked(row: Row) -> Row:
 def sft_rows(conversations: Iterable[Conversation], encoder: Encoder, data: DataConfig, drop: Drop) -> Iterator[Row]:
     """Rows in order, packed where asked. ``encoder`` must be built with ``sft_cutoff(data)``."""
 
-    def encoded(group: Iterable[Conversation]) -> Iterator[Row]:
-        for conversation in group:
+    def encoded(chunk: list[Conversation]) -> Iterator[Row]:
+        encoder.prepare(chunk)
+        for conversation in chunk:
             try:
                 yield encoder.encode(conversation)
             except BadRow as reason:
                 drop(conversation.origin, str(reason))
 
-    if not packs(data):
-        yield from encoded(conversations)
-        return
     for chunk in chunks(conversations, data.preprocessing_batch_size):
-        yield from packed(list(encoded(chunk)), sft_cutoff(data))
+        yield from packed(list(encoded(chunk)), sft_cutoff(data)) if packs(data) else encoded(chunk)
 
 
 def packs(data: DataConfig) -> bool:

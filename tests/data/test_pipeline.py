@@ -153,7 +153,7 @@ def test_pretraining(folder: Path) -> None:
 
 def test_streaming_reads_what_the_steps_can_use(folder: Path) -> None:
     train = {"max_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    sets = build(config(folder, streaming=True, train=train), lf.tokenizer())
+    sets = build(config(folder, streaming=True, train=train, preprocessing_batch_size=4), lf.tokenizer())
     assert texts(sets) == numbers(*range(8))
     assert sets.report.read == 8
 

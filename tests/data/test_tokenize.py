@@ -152,3 +152,13 @@ def test_bad_rows_are_dropped_and_told() -> None:
     rows: list[Any] = list(sft_rows([bad, lf.conversations()[0]], encoder(data), data, lambda *told: dropped.append(told)))
     assert len(rows) == 1
     assert dropped == [("x.json:7", "a function message is not JSON")]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama2", "glm4_7"])
+def test_preparing_a_chunk_changes_nothing(name: str) -> None:
+    one, prepared = encoder(DataConfig(template=name)), encoder(DataConfig(template=name))
+    bad = Conversation(messages=(Message(role="user", content="q"), Message(role="function", content="no json")))
+    prepared.prepare([bad, *lf.conversations()])
+    assert prepared._known
+    for conversation in lf.conversations():
+        assert prepared.encode(conversation) == one.encode(conversation)
