@@ -9,7 +9,7 @@ becomes the one quiet NaN 0x7fc00000 (residue 0): an all-ones NaN, what CUDA pro
 A bf16 value is its own weight, with residue 0.
 
 This is the one definition; loaders and oracles use it, ``Kernels.split`` and ``Kernels.join`` are the same over whole
-planes without temporaries, and ``tests/optim/test_master.py`` holds all of them to all 2**16 upper halves.
+planes without temporaries, and ``tests/test_master.py`` holds all of them to all 2**16 upper halves.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 RANKS: list[set[str]] = [
     {"errors", "version"},
     {"config", "environment"},
-    {"layout", "units", "plan"},
+    {"layout", "units", "plan", "master"},
     {"backends"},
     {"store", "models"},
     {"optim"},

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from layerferry.master import QUIET_NAN_BITS, join_master, split_master
 from layerferry.optim.kernels import Kernels
 from layerferry.optim.load import load_kernels
-from layerferry.optim.master import QUIET_NAN_BITS, join_master, split_master
 from layerferry.optim.reference import ReferenceKernels
 
 UPPER = torch.arange(2**16, dtype=torch.int64)

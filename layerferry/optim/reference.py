@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from layerferry.master import join_master, split_master
 from layerferry.optim.kernels import AdamWScalars
-from layerferry.optim.master import join_master, split_master
 
 SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
 

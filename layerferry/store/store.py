@@ -15,6 +15,7 @@ from torch import Tensor
 
 from layerferry.backends.base import Backend
 from layerferry.layout import GRAD, GRAD_PLANE, RESIDUE, RESIDUE_PLANE, WEIGHT, WEIGHT_PLANE, Entry, Plane, PlaneSpec
+from layerferry.master import join_master, split_master
 from layerferry.units import Unit
 
 TRAVELLING = (WEIGHT, GRAD)
@@ -65,8 +66,6 @@ class Store:
 
     def set_parameter(self, unit: Unit, entry: Entry, value: Tensor) -> None:
         """Write one parameter; ``value`` of any float dtype and of ``entry.shape`` becomes the fp32 master."""
-        from layerferry.optim.master import split_master
-
         assert tuple(value.shape) == entry.shape, f"{entry.name}: {tuple(value.shape)} is not {entry.shape}"
         weight = self.plane(unit, WEIGHT).view(entry)
         if entry.dtype == torch.float32:
@@ -81,8 +80,6 @@ class Store:
 
     def master(self, unit: Unit, entry: Entry) -> Tensor:
         """The fp32 master of one parameter, a copy in ``entry.shape`` where the unit lives."""
-        from layerferry.optim.master import join_master
-
         weight = self.plane(unit, WEIGHT).view(entry)
         if entry.dtype == torch.float32:
             return weight.clone()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from layerferry.optim.kernels import AdamWScalars, Kernels
-from layerferry.optim.master import split_master
+from layerferry.master import split_master
 
 NAMES = ("weight", "residue", "grad", "exp_avg", "exp_avg_sq")
 

@@ -15,7 +15,7 @@ from layerferry.optim.adamw import AdamW
 from layerferry.optim.base import Optimizer, StepHyper
 from layerferry.optim.kernels import Kernels
 from layerferry.optim.load import load_kernels
-from layerferry.optim.master import join_master, split_master
+from layerferry.master import join_master, split_master
 from layerferry.optim.reference import ReferenceKernels
 
 BETAS = (0.9, 0.95)
