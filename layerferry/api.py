@@ -22,6 +22,7 @@ from layerferry.engine.engine import Engine
 from layerferry.engine.pretrained import ModelFolder
 from layerferry.engine.randomness import seed_of
 from layerferry.errors import CheckpointError
+from layerferry.layout import FP32_PLANE, GRAD_PLANE
 from layerferry.models.build import ATTENTION, build_on_meta, read_config, take_block_size
 from layerferry.models.initial import initial_parameters
 from layerferry.models.parameter_source import ParameterSource
@@ -70,7 +71,8 @@ def load(
         from layerferry.planner import choose_for
 
         plan = choose_for(skeleton, optimizer, config, backend, row_tokens=row_tokens)
-    store = Store(skeleton.units, plane_specs(optimizer.state_planes), backend, on_device=plan.on_device)
+    grad = FP32_PLANE if plan.carry_fp32 else GRAD_PLANE
+    store = Store(skeleton.units, plane_specs(optimizer.state_planes, grad=grad), backend, on_device=plan.on_device)
     _fill(store, skeleton, source, seed=config.train.seed)
     engine = Engine(skeleton, store, optimizer, backend, plan, seed=config.train.seed, folder=folder)
     engine.max_grad_norm = config.optim.max_grad_norm

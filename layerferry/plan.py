@@ -64,6 +64,8 @@ class Plan:
     """Device buffers that layer gradients leave from."""
     on_device: tuple[int, ...] = ()
     """Indexes of the units whose planes, optimizer state included, live @device; nothing of them travels."""
+    resident_gradients: bool = False
+    """Several waves are summed @device in fp32, 4 bytes a parameter, instead of being carried @host."""
     num_waves: int = 1
     """Groups of micro-batches that pass the layers one after the other; gradients are carried between them @host."""
     activation_budget: float = 1.0
@@ -96,6 +98,7 @@ class Plan:
                 "num_slots",
                 "num_slabs",
                 "on_device",
+                "resident_gradients",
                 "num_waves",
                 "activation_budget",
                 "compile",

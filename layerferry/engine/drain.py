@@ -34,69 +34,104 @@ class Slab:
 class SlabPool:
     """One accumulator and a ring of slabs for units of one kind."""
 
+    keeps = False
+    """Whether an accumulator holds its sum from wave to wave."""
+
     def __init__(self, backend: Backend, *, num_slabs: int, slab_bytes: int, accumulator_bytes: int) -> None:
-        self.accumulator = backend.device_buffer(accumulator_bytes)
-        self.slabs = [Slab(backend.device_buffer(slab_bytes)) for _ in range(num_slabs)]
+        self._accumulator = backend.device_buffer(accumulator_bytes)
+        self._slabs = [Slab(backend.device_buffer(slab_bytes)) for _ in range(num_slabs)]
         self._next = 0
 
-    def take(self, unit: Unit) -> Slab:
-        """The slab for the next gradient, that of ``unit``."""
-        slab = self.slabs[self._next]
-        self._next = (self._next + 1) % len(self.slabs)
+    def accumulator(self, unit: Unit) -> Tensor:
+        """[>= accumulator_bytes] uint8 @device: where the gradient of ``unit`` is summed in fp32."""
+        return self._accumulator
+
+    def take(self) -> Slab:
+        """The slab for the next gradient."""
+        slab = self._slabs[self._next]
+        self._next = (self._next + 1) % len(self._slabs)
         return slab
 
 
-class HomeSlabs(SlabPool):
-    """Units that live @device: the gradient plane is the slab, and nothing travels."""
+class ResidentAccumulators(SlabPool):
+    """An accumulator for every unit: several waves are summed in fp32 @device and travel once."""
 
-    def __init__(self, accumulator: Tensor, store: Store, units: Iterable[Unit]) -> None:
-        self.accumulator = accumulator
-        self._own = {unit.index: Slab(store.plane(unit, GRAD).buffer) for unit in units}
+    keeps = True
 
-    def take(self, unit: Unit) -> Slab:
+    def __init__(self, backend: Backend, units: Iterable[Unit], *, num_slabs: int, slab_bytes: int) -> None:
+        super().__init__(backend, num_slabs=num_slabs, slab_bytes=slab_bytes, accumulator_bytes=0)
+        self._own = {unit.index: backend.device_buffer(unit.layout.bytes(FP32_PLANE)) for unit in units}
+
+    def accumulator(self, unit: Unit) -> Tensor:
         return self._own[unit.index]
 
 
+class HomeAccumulators(SlabPool):
+    """Units that live @device: their gradient plane, of four bytes, is the accumulator, and nothing travels."""
+
+    keeps = True
+
+    def __init__(self, backend: Backend, store: Store) -> None:
+        super().__init__(backend, num_slabs=0, slab_bytes=0, accumulator_bytes=0)
+        self._store = store
+
+    def accumulator(self, unit: Unit) -> Tensor:
+        return self._store.plane(unit, GRAD).buffer
+
+
 class Drain:
-    """Owns accumulators and slabs. ``drained`` and ``norms`` speak of the wave that ran last."""
+    """Owns accumulators and slabs. ``drained`` and ``norms`` speak of the step's last wave."""
 
     def __init__(self, backend: Backend, store: Store, pool_of: dict[int, SlabPool]) -> None:
         self._backend, self._store, self._pool_of = backend, store, pool_of
+        self.last_wave = True
+        """Set by the engine before a wave: sums that stay @device leave it with the last one."""
         self.drained: dict[int, Fence] = {}
-        """Unit index -> passed once its gradient is @host."""
+        """Unit index -> passed once its gradient is in its plane."""
         self.norms: dict[int, Tensor] = {}
         """Unit index -> 2-norm [] fp32 @device of the gradient as the optimizer will read it."""
         self.drained_bytes = 0
 
     @contextmanager
     def __call__(self, unit: Unit, *, carry: bool = False) -> Iterator[Plane]:
-        """The fp32 accumulator of ``unit`` @device, zero, or the gradient @host where ``carry``."""
+        """The fp32 accumulator of ``unit`` @device: zero, or with ``carry`` the sum of the step's earlier waves."""
         pool = self._pool_of[unit.index]
-        accumulator = Plane(unit.layout, FP32_PLANE, pool.accumulator)
-        self._backend.touch(Lane.COMPUTE, writes=[pool.accumulator])
-        if carry:
-            self._fetch_back(unit, pool, accumulator)
-        else:
+        buffer = pool.accumulator(unit)
+        accumulator = Plane(unit.layout, FP32_PLANE, buffer)
+        self._backend.touch(Lane.COMPUTE, writes=[buffer])
+        if not carry:
             accumulator.buffer.zero_()
+        elif not pool.keeps:
+            self._fetch_back(unit, pool, accumulator)
         yield accumulator
-        self._send(unit, pool, accumulator)
+        if unit.index in self._store.on_device:
+            self._settle_at_home(unit, accumulator)
+        elif self.last_wave or not pool.keeps:
+            self._send(unit, pool, accumulator)
+
+    def _settle_at_home(self, unit: Unit, accumulator: Plane) -> None:
+        if self.last_wave:
+            for section, values in accumulator.sections.items():
+                if section != torch.float32:  # rounded as on the way to the host: the same bits wherever a unit lives
+                    values.copy_(values.to(section))
+            self.norms[unit.index] = _norm(accumulator)
+        self.drained[unit.index] = self._backend.record(Lane.COMPUTE)
 
     def _fetch_back(self, unit: Unit, pool: SlabPool, accumulator: Plane) -> None:
-        slab, grad = pool.take(unit), self._store.plane(unit, GRAD)
+        slab, grad = pool.take(), self._store.plane(unit, GRAD)
         landed = Plane(unit.layout, grad.spec, slab.buffer)
-        if unit.index not in self._store.on_device:
-            if slab.free is not None:
-                self._backend.wait(Lane.UPLOAD, slab.free)
-            self._backend.wait(Lane.UPLOAD, self.drained[unit.index])
-            self._backend.copy(Lane.UPLOAD, landed.buffer, grad.buffer)
-            self._backend.wait(Lane.COMPUTE, self._backend.record(Lane.UPLOAD))
+        if slab.free is not None:
+            self._backend.wait(Lane.UPLOAD, slab.free)
+        self._backend.wait(Lane.UPLOAD, self.drained[unit.index])
+        self._backend.copy(Lane.UPLOAD, landed.buffer, grad.buffer)
+        self._backend.wait(Lane.COMPUTE, self._backend.record(Lane.UPLOAD))
         self._backend.touch(Lane.COMPUTE, reads=[slab.buffer])
         for section, values in landed.sections.items():
             accumulator.sections[section].copy_(values)
         slab.free = self._backend.record(Lane.COMPUTE)
 
     def _send(self, unit: Unit, pool: SlabPool, accumulator: Plane) -> None:
-        slab, grad = pool.take(unit), self._store.plane(unit, GRAD)
+        slab, grad = pool.take(), self._store.plane(unit, GRAD)
         if slab.free is not None:
             self._backend.wait(Lane.COMPUTE, slab.free)
         self._backend.touch(Lane.COMPUTE, writes=[slab.buffer])
@@ -104,9 +139,6 @@ class Drain:
         for section, values in leaving.sections.items():
             values.copy_(accumulator.sections[section])
         self.norms[unit.index] = _norm(leaving)
-        if unit.index in self._store.on_device:
-            self.drained[unit.index] = self._backend.record(Lane.COMPUTE)
-            return
         self._backend.wait(Lane.DOWNLOAD, self._backend.record(Lane.COMPUTE))
         self._backend.copy(Lane.DOWNLOAD, grad.buffer, leaving.buffer)
         self.drained[unit.index] = slab.free = self._backend.record(Lane.DOWNLOAD)

@@ -1,11 +1,11 @@
-"""Which pool of slots and slabs each unit uses: its own planes where it lives @device, else shared buffers of its kind."""
+"""Which pool of slots and accumulators each unit uses: its own planes where it lives @device, else buffers of its kind."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from layerferry.backends.base import Backend
-from layerferry.engine.drain import HomeSlabs, SlabPool
+from layerferry.engine.drain import HomeAccumulators, ResidentAccumulators, SlabPool
 from layerferry.engine.feed import HomePool, SlotPool
 from layerferry.engine.sizes import DeviceSizes
 from layerferry.store.store import Store
@@ -18,13 +18,21 @@ def slot_pools(store: Store, sizes: Mapping[bool, DeviceSizes], backend: Backend
     return {unit.index: home if unit.index in store.on_device else shared[unit.is_layer] for unit in store.units}
 
 
-def slab_pools(store: Store, sizes: Mapping[bool, DeviceSizes], backend: Backend) -> dict[int, SlabPool]:
-    """By unit index. Units of one kind share an accumulator, wherever they live."""
+def slab_pools(store: Store, sizes: Mapping[bool, DeviceSizes], backend: Backend, *, resident: bool) -> dict[int, SlabPool]:
+    """By unit index; ``resident``: gradients stay @device between waves."""
     pools: dict[int, SlabPool] = {}
+    home = HomeAccumulators(backend, store)
     for kind, size in sizes.items():
-        shared = SlabPool(backend, num_slabs=size.num_slabs, slab_bytes=size.slab_bytes, accumulator_bytes=size.accumulator_bytes)
-        units = [unit for unit in store.units if unit.is_layer is kind]
-        home = HomeSlabs(shared.accumulator, store, [unit for unit in units if unit.index in store.on_device])
-        for unit in units:
-            pools[unit.index] = home if unit.index in store.on_device else shared
-    return pools
+        travelling = [unit for unit in store.units if unit.is_layer is kind and unit.index not in store.on_device]
+        shared: SlabPool
+        if resident:
+            shared = ResidentAccumulators(backend, travelling, num_slabs=size.num_slabs, slab_bytes=size.slab_bytes)
+        else:
+            shared = SlabPool(
+                backend,
+                num_slabs=size.num_slabs,
+                slab_bytes=size.slab_bytes,
+                accumulator_bytes=size.accumulator_bytes,
+            )
+        pools |= dict.fromkeys((unit.index for unit in travelling), shared)
+    return {unit.index: pools.get(unit.index, home) for unit in store.units}

@@ -17,6 +17,7 @@ class DeviceSizes:
     slot_bytes: int
     slab_bytes: int
     accumulator_bytes: int
+    """Of the shared accumulator; with resident gradients, of all of them together."""
     num_slots: int
     num_slabs: int
 
@@ -35,7 +36,9 @@ def device_sizes(units: Sequence[Unit], plan: Plan, specs: Mapping[str, PlaneSpe
         sizes[kind] = DeviceSizes(
             slot_bytes=max((layout.bytes(specs[WEIGHT]) for layout in travelling), default=0),
             slab_bytes=max((layout.bytes(specs[GRAD]) for layout in travelling), default=0),
-            accumulator_bytes=max(unit.layout.bytes(FP32_PLANE) for unit in of_kind),
+            accumulator_bytes=(sum if plan.resident_gradients else max)(
+                [0, *(layout.bytes(FP32_PLANE) for layout in travelling)]
+            ),
             num_slots=(plan.num_slots if kind else 1) if travelling else 0,
             num_slabs=(plan.num_slabs if kind else 1) if travelling else 0,
         )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from layerferry.backends.base import Backend
-from layerferry.layout import GRAD, GRAD_PLANE, RESIDUE, RESIDUE_PLANE, WEIGHT, WEIGHT_PLANE, Entry, Plane, PlaneSpec
+from layerferry.layout import FP32_PLANE, GRAD, GRAD_PLANE, RESIDUE, RESIDUE_PLANE, WEIGHT, WEIGHT_PLANE, Entry, Plane, PlaneSpec
 from layerferry.master import join_master, split_master
 from layerferry.units import Unit
 
@@ -39,15 +39,18 @@ class Store:
         self.specs = dict(specs)
         self.on_device = frozenset(on_device)
         self._planes = [
-            {kind: Plane(unit.layout, spec, self._allocate(backend, unit, kind)) for kind, spec in self.specs.items()}
-            for unit in self.units
+            {kind: self._plane(backend, unit, kind, spec) for kind, spec in self.specs_of(unit).items()} for unit in self.units
         ]
 
-    def _allocate(self, backend: Backend, unit: Unit, kind: str) -> Tensor:
-        num_bytes = unit.layout.bytes(self.specs[kind])
+    def specs_of(self, unit: Unit) -> dict[str, PlaneSpec]:
+        """A unit that lives @device sums its gradient where it is read, in fp32."""
+        return {**self.specs, GRAD: FP32_PLANE} if unit.index in self.on_device else self.specs
+
+    def _plane(self, backend: Backend, unit: Unit, kind: str, spec: PlaneSpec) -> Plane:
+        num_bytes = unit.layout.bytes(spec)
         if unit.index in self.on_device:
-            return backend.device_buffer(num_bytes)
-        return backend.host_buffer(num_bytes, travels=kind in TRAVELLING)
+            return Plane(unit.layout, spec, backend.device_buffer(num_bytes))
+        return Plane(unit.layout, spec, backend.host_buffer(num_bytes, travels=kind in TRAVELLING))
 
     def plane(self, unit: Unit, kind: str) -> Plane:
         return self._planes[unit.index][kind]
