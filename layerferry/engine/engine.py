@@ -27,6 +27,7 @@ from layerferry.engine.isolation import IsolationCheck
 from layerferry.engine.pools import slab_pools, slot_pools
 from layerferry.engine.pretrained import ModelFolder
 from layerferry.engine.randomness import seed_of
+from layerferry.engine.router_loss import RouterLoss
 from layerferry.engine.sizes import device_sizes
 from layerferry.engine.sweep import Sweep
 from layerferry.engine.tape import Tape
@@ -88,7 +89,7 @@ class Engine:
         self.deferred = DeferredSteps(store, optimizer, backend, threads=plan.optimizer_threads)
         slots = slot_pools(store, sizes, backend)
         self.feed = Feed(backend, store, self.deferred, slots)
-        self.drain = Drain(backend, store, slab_pools(store, sizes, backend))
+        self.drain = Drain(backend, store, slab_pools(store, sizes, backend, resident=plan.resident_gradients))
         self._slots = [slot for pool in set(slots.values()) for slot in pool.slots]
         self._sweep = Sweep(
             skeleton, backend, self.feed, self.drain, Templates(skeleton, preparer(plan)), plan.chunk_tokens, IsolationCheck()
@@ -117,11 +118,22 @@ class Engine:
         if not denominator:
             return report.report(loss=math.nan, norm=math.nan, skipped=True, begin=begin, idle_s=0.0)
         loss = torch.zeros((), device=self.backend.device)
+        router_loss = RouterLoss.of(self.skeleton.balance, micro_batches)
         step_seed = seed_of(self._seed, self.num_steps)
-        for number, wave in enumerate(_waves(micro_batches, self.plan.num_waves)):
+        waves = _waves(micro_batches, self.plan.num_waves)
+        for number, wave in enumerate(waves):
+            self.drain.last_wave = number == len(waves) - 1
             tape = Tape(self._slots, rebuild=not self.plan.compile and self.plan.activation_budget < 1.0, audit=not self._audited)
             with self.backend.kernels():
-                loss = loss + self._sweep.train(wave, objective, denominator, step_seed=step_seed, tape=tape, carry=number > 0)
+                loss = loss + self._sweep.train(
+                    wave,
+                    objective,
+                    denominator,
+                    step_seed=step_seed,
+                    tape=tape,
+                    carry=number > 0,
+                    router_loss=router_loss,
+                )
             self._audited = True
         loss_value, norm_value = self._read(loss, self.drain.norms)
         if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
@@ -154,12 +166,15 @@ class Engine:
         denominator = objective.denominator(micro_batches)
         if not denominator:
             return EvalReport(loss=math.nan, num_targets=0)
+        router_loss = RouterLoss.of(self.skeleton.balance, micro_batches)
+        numbered = list(enumerate(micro_batches))
         total = 0.0
         rows = max(1, self.plan.rows_per_step // max(1, self.plan.micro_batch_rows * self.plan.num_waves))
         for start in range(0, len(micro_batches), rows):
             with self.backend.kernels():
-                total += float(self._sweep.evaluate(micro_batches[start : start + rows], objective))
-        return EvalReport(loss=total / denominator, num_targets=sum(m.num_targets for m in micro_batches))
+                wave = numbered[start : start + rows]
+                total += float(self._sweep.evaluate(wave, objective, denominator, router_loss=router_loss))
+        return EvalReport(loss=total, num_targets=sum(m.num_targets for m in micro_batches))
 
     def settle(self) -> None:
         """Finish every deferred update: the store is then the model of the latest step."""

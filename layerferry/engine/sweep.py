@@ -21,6 +21,7 @@ from layerferry.engine.feed import Feed, Slot
 from layerferry.engine.gradients import add_gradients, gradients_of
 from layerferry.engine.isolation import IsolationCheck
 from layerferry.engine.randomness import seed_of
+from layerferry.engine.router_loss import RouterLoss
 from layerferry.engine.tape import SideGradients, Tape
 from layerferry.engine.templates import Templates
 from layerferry.layout import WEIGHT_PLANE, Plane
@@ -43,6 +44,8 @@ class Pass:
     first: Tensor | None = None  # the prologue's output with its graph
     sides: SideGradients = field(default_factory=SideGradients)
     gradient: Tensor | None = None  # dL/dhidden [B, T, D] @device
+    routed: list[Tensor] = field(default_factory=list)  # router logits of an evaluation
+    router_gradients: dict[int, list[Tensor]] = field(default_factory=dict)  # unit index -> of each of its routers' logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ class Sweep:
         step_seed: int,
         tape: Tape,
         carry: bool,
+        router_loss: RouterLoss | None = None,
     ) -> Tensor:
         """Forward and backward of one wave; its share of the loss [] fp32 @device. ``carry``: add to the gradients @host."""
         skeleton = self.skeleton
@@ -84,7 +88,9 @@ class Sweep:
         with ExitStack() as whole_backward:
             # TRAP: a tied unit's gradient has two shares; its norm is that of the sum (tests/engine/test_engine.py)
             ends = whole_backward.enter_context(self.drain(skeleton.epilogue_unit, carry=carry)) if tied else None
-            loss = self._head(passes, objective, denominator, step_seed, carry=carry, accumulator=ends)
+            loss = self._head(
+                passes, objective, denominator, step_seed, carry=carry, accumulator=ends, tape=tape, router_loss=router_loss
+            )
             for index, unit in reversed(list(enumerate(layers))):
                 self._layer_backward(unit, index, passes, tape, carry=carry)
             with self._or_drain(ends, skeleton.prologue_unit, carry=carry) as accumulator:
@@ -123,6 +129,8 @@ class Sweep:
         *,
         carry: bool,
         accumulator: Plane | None,
+        tape: Tape,
+        router_loss: RouterLoss | None,
     ) -> Tensor:
         unit = self.skeleton.epilogue_unit
         loss = torch.zeros((), device=self.backend.device)
@@ -131,7 +139,18 @@ class Sweep:
             for run in passes:
                 self.backend.seed(seed_of(step_seed, len(self.skeleton.units), run.number))
                 share, run.gradient = objective.step(head, run.hidden, run.micro_batch, denominator)
+                if router_loss is not None:
+                    share = share + self._balance(run, router_loss, tape)
                 loss = loss + share
+        return loss
+
+    def _balance(self, run: Pass, router_loss: RouterLoss, tape: Tape) -> Tensor:
+        """The load-balancing loss of one micro-batch []; its gradients wait in ``run`` for the layers' backward."""
+        routed = {unit.index: tape.routed(unit, run.number) for unit in self.skeleton.layer_units}
+        logits = [one for of_layer in routed.values() for one in of_layer]
+        loss, gradients = router_loss.step(logits, run.micro_batch, run.number)
+        waiting = iter(gradients)
+        run.router_gradients = {index: [next(waiting) for _ in of_layer] for index, of_layer in routed.items()}
         return loss
 
     def _layer_backward(self, unit: Unit, index: int, passes: Sequence[Pass], tape: Tape, *, carry: bool) -> None:
@@ -139,7 +158,8 @@ class Sweep:
             template = self.templates.bound(index, slot)
             for run in passes:
                 assert run.gradient is not None
-                run.gradient = tape.backward(unit, run.number, template, run.gradient, accumulator, run.sides)
+                gradients = [run.gradient, *run.router_gradients.get(unit.index, ())]
+                run.gradient = tape.backward(unit, run.number, template, gradients, accumulator, run.sides)
 
     def _prologue_backward(
         self,
@@ -170,9 +190,15 @@ class Sweep:
 
     # ---------------------------------------------------------------- an evaluation wave
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> Tensor:
-        """Sum of the loss over the micro-batches [] fp32 @device; memory does not grow with their number but for hidden
-        states."""
+    def evaluate(
+        self,
+        micro_batches: Sequence[tuple[int, MicroBatch]],
+        objective: Objective,
+        denominator: float,
+        *,
+        router_loss: RouterLoss | None = None,
+    ) -> Tensor:
+        """These micro-batches' share of the loss [] fp32 @device; memory grows with their number by hidden states only."""
         skeleton = self.skeleton
         self.feed.expect([skeleton.prologue_unit, *skeleton.layer_units, skeleton.epilogue_unit])
         self.templates.train(False)
@@ -181,7 +207,7 @@ class Sweep:
             with self.feed(skeleton.prologue_unit) as slot:
                 self._bind(skeleton.prologue_unit, slot)
                 passes = []
-                for number, micro_batch in enumerate(micro_batches):
+                for number, micro_batch in micro_batches:
                     hidden, calls = skeleton.prologue(self._inputs(micro_batch), EmbeddingTap(()))
                     passes.append(Pass(micro_batch, number, hidden, calls))
             for index, unit in enumerate(skeleton.layer_units):
@@ -190,10 +216,13 @@ class Sweep:
                     for run in passes:
                         call = run.calls[index]
                         run.hidden = template(run.hidden, call.args, call.kwargs, call)
+                        run.routed += template.routed
             with self.feed(skeleton.epilogue_unit) as slot:
                 head = Head(skeleton, self._bind(skeleton.epilogue_unit, slot), None, self.chunk_tokens)
                 for run in passes:
-                    total = total + objective.evaluate(head, run.hidden, run.micro_batch)
+                    total = total + objective.evaluate(head, run.hidden, run.micro_batch) / denominator
+                    if router_loss is not None:
+                        total = total + router_loss.evaluate(run.routed, run.micro_batch, run.number)
         return total
 
     # ---------------------------------------------------------------- parts

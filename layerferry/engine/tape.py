@@ -55,8 +55,10 @@ class Apply:
     template: Template
     call: LayerCall
 
-    def __call__(self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        return self.template(hidden, args, kwargs, self.call)
+    def __call__(self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+        """Hidden states [B, T, D], then the router logits of a layer that is watched for them."""
+        output = self.template(hidden, args, kwargs, self.call)
+        return (output, *self.template.routed)
 
 
 @dataclass(slots=True)
@@ -64,7 +66,7 @@ class Graph:
     """What one (unit, micro-batch) left behind."""
 
     hidden: Tensor  # leaf [B, T, D] @device
-    output: Tensor  # [B, T, D] @device, holds the graph
+    outputs: tuple[Tensor, ...]  # hidden states [B, T, D] @device and router logits, holding the graph
     sides: list[tuple[Tensor, Tensor]]  # (the prologue's tensor, its leaf here)
     parameters: Sequence[Tensor]  # in layout order, the leaves that the graph knows
     apply: Apply
@@ -132,21 +134,33 @@ class Tape:
         kwargs = _as_leaves(call.kwargs, sides)
         apply = Apply(template, call)
         run = functools.partial(checkpoint, apply, use_reentrant=False) if self._rebuild else apply
-        output: Tensor = run(leaf, args, kwargs)
+        outputs: tuple[Tensor, ...] = run(leaf, args, kwargs)
         if self._audit:
-            _audit(unit, output, [leaf, *(own for _, own in sides), *template.parameters])
-        self._graphs[unit.index, micro_batch] = Graph(leaf, output, sides, template.parameters, apply)
-        return output.detach()
+            _audit(unit, outputs, [leaf, *(own for _, own in sides), *template.parameters])
+        self._graphs[unit.index, micro_batch] = Graph(leaf, outputs, sides, template.parameters, apply)
+        return outputs[0].detach()
+
+    def routed(self, unit: Unit, micro_batch: int) -> list[Tensor]:
+        """Router logits that a recorded layer gave besides its hidden states, without graph."""
+        return [logits.detach() for logits in self._graphs[unit.index, micro_batch].outputs[1:]]
 
     def backward(
-        self, unit: Unit, micro_batch: int, template: Template, gradient: Tensor, accumulator: Plane, sides: SideGradients
+        self,
+        unit: Unit,
+        micro_batch: int,
+        template: Template,
+        gradients: Sequence[Tensor],
+        accumulator: Plane,
+        sides: SideGradients,
     ) -> Tensor:
-        """Inside ``resolving``: adds this micro-batch's parameter gradients to ``accumulator``; returns dL/d(input) [B, T,
-        D]."""
+        """Inside ``resolving``: adds this micro-batch's parameter gradients to ``accumulator``; returns dL/d(input) [B, T, D].
+
+        ``gradients``: dL/d(output) [B, T, D], then those of the router logits where a loss reads them.
+        """
         graph = self._graphs.pop((unit.index, micro_batch))
         graph.apply.template = template
         wanted = [graph.hidden, *(own for _, own in graph.sides), *graph.parameters]
-        found = gradients_of([graph.output], wanted, [gradient])
+        found = gradients_of(graph.outputs[: len(gradients)], wanted, gradients)
         num_sides = len(graph.sides)
         for (origin, _), side in zip(graph.sides, found[1 : 1 + num_sides], strict=True):
             if side is not None:
@@ -171,9 +185,9 @@ def _as_leaves(value: Any, sides: list[tuple[Tensor, Tensor]]) -> Any:
     return value
 
 
-def _audit(unit: Unit, output: Tensor, allowed: Sequence[Tensor]) -> None:
+def _audit(unit: Unit, outputs: Sequence[Tensor], allowed: Sequence[Tensor]) -> None:
     known = {id(tensor) for tensor in allowed}
-    for leaf in graph_leaves([output]):
+    for leaf in graph_leaves(list(outputs)):
         if id(leaf) not in known:
             raise ModelRefused(
                 f"{unit.name}: its output depends on a tensor of shape {tuple(leaf.shape)} that is neither its input nor its "

@@ -5,6 +5,7 @@ Also says which parameters must stay fp32 (the family's own list) and refuses, b
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,7 @@ def build_on_meta(
     from transformers import AutoModelForCausalLM
 
     refuse_unsupported(config)
+    config = copy.deepcopy(config)  # the skeleton changes it, and a live model's must stay as it is
     options: dict[str, Any] = {"dtype": dtype}
     if attention is not None:
         options["attn_implementation"] = attention

@@ -22,6 +22,7 @@ from layerferry.errors import ModelRefused
 from layerferry.layout import Entry, Layout, ParameterSpec, Plane
 from layerferry.models.build import fp32_only, locations, owner_types
 from layerferry.models.embedding import EmbeddingTap
+from layerferry.models.router_balance import RouterBalance
 from layerferry.models.stack import LayerCall, StopForward, Stub, StubScript, find_stack
 from layerferry.models.template import Template, behaviour_key
 from layerferry.units import Unit
@@ -74,11 +75,12 @@ class Skeleton:
         self._script = StubScript(len(self.layers))
         self._refuse_sharing()
         self._specs = self._parameter_specs(decays, fp32)
+        self.balance = RouterBalance.of(model, self.layers)
         for index, layer in enumerate(self.layers):
             self._stack[index] = Stub(layer, index, self._script)
         self._places = locations(model)
         if getattr(self.config, "output_router_logits", False):
-            self.config.output_router_logits = False  # the auxiliary loss is ours: stubs route nothing
+            self.config.output_router_logits = False  # stubs route nothing; the loss is added by the sweep
         self.units = self._make_units(*self._split_ends())
         self.prologue_unit = self.units[0]
         self.epilogue_unit = self.units[0] if self.units[-1].is_layer else self.units[-1]
@@ -263,7 +265,7 @@ class Skeleton:
         return parameter
 
     def template(self, layer_index: int, plane: Plane) -> Template:
-        return Template(self.layers[layer_index], plane)
+        return Template(self.layers[layer_index], plane, self.balance)
 
     # ---------------------------------------------------------------- running
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from layerferry.layout import Plane
+from layerferry.models.router_balance import RouterBalance
 from layerferry.models.stack import LayerCall, hidden_of
 
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.Size, enum.Enum)
@@ -44,8 +45,10 @@ def behaviour_key(layer: nn.Module) -> Hashable:
 class Template:
     """One behaviour in one slot. ``parameters`` follow the order of the layout's entries."""
 
-    def __init__(self, layer: nn.Module, plane: Plane) -> None:
+    def __init__(self, layer: nn.Module, plane: Plane, balance: RouterBalance | None = None) -> None:
         self.module = copy.deepcopy(layer)
+        self.routed: list[Tensor] = [] if balance is None else balance.watch(self.module)
+        """Router logits of the last call, where a load-balancing loss is wanted."""
         self.parameters: list[nn.Parameter] = []
         for entry in plane.layout.entries:
             owner, leaf = _owner(self.module, entry.name)
@@ -67,6 +70,7 @@ class Template:
 
     def __call__(self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], call: LayerCall) -> Tensor:
         """hidden [B, T, D] -> [B, T, D]; ``args`` and ``kwargs`` are those of ``call`` with leaves of the tape in place."""
+        self.routed.clear()
         if call.hidden_name is None:
             output = self.module(hidden, *args, **kwargs)
         else:

@@ -1,7 +1,7 @@
 """The conformance list: one tiny config per model type that must equal plain autograd, and those that must be refused.
 
-The page of supported families (``docs/families.md``) is generated from this list (``tools/render_families.py``). Four layers or as many as it takes to show
-every behaviour; windows shorter than the rows; half as many key-value heads as heads where the family has grouped ones.
+The page of supported families (``docs/families.md``) is generated from this list (``tools/render_families.py``). Four
+layers; windows shorter than the rows; half as many key-value heads as heads where the family has grouped ones.
 To add a family: add its line here. Nothing else is usually needed.
 """
 
@@ -34,8 +34,8 @@ class Family:
     aux_loss: bool = False
     """The family's own forward adds a load-balancing loss when ``output_router_logits`` asks for it."""
     rows: int = 2
-    """Rows of a micro-batch. One where learned positions are looked up again in every row: the engine adds look-ups one by one, autograd
-    sums those of a micro-batch first, and the last bit is only the same where no row of a table is looked up twice."""
+    """Rows of a micro-batch. One where learned positions are looked up again in every row: the engine adds look-ups one by
+    one, autograd sums those of a micro-batch first, and the last bit is only the same where none is looked up twice."""
 
 
 def tiny_config(family: Family, **changes: Any) -> Any:

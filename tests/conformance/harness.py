@@ -25,11 +25,13 @@ from layerferry.plan import Plan
 from layerferry.store.store import Store, plane_specs
 
 PLAN = Plan(fp32=True, num_slots=2, num_slabs=1)
-"""Two slots, so that the backward of a unit nearly always runs in another slot than its forward, or in one that was overwritten."""
+"""Two slots: by the backward of a unit its slot has nearly always held another, and often it is the other slot."""
 CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 
 
-def micro_batches(count: int = 2, *, rows: int = 2, tokens: int = 16, seed: int = 0, vocabulary: int = 96) -> list[MicroBatch]:
+def micro_batches(
+    count: int = 2, *, rows: int = 2, tokens: int = 16, seed: int = 0, vocabulary: int = 96, padded: bool = True
+) -> list[MicroBatch]:
     """Ragged label counts, and a padded last row. No id twice in a micro-batch but padding: sums of look-ups have one order."""
     generator = torch.Generator().manual_seed(seed)
     made = []
@@ -38,7 +40,7 @@ def micro_batches(count: int = 2, *, rows: int = 2, tokens: int = 16, seed: int 
         labels = ids.clone()
         labels[:, : 5 - 2 * (number % 3)] = IGNORE_INDEX
         lengths = torch.full((rows,), tokens)
-        if rows > 1:
+        if padded and rows > 1:
             lengths[-1] = tokens - 4 - number % 2
             ids[-1, lengths[-1] :] = 0
             labels[-1, lengths[-1] :] = IGNORE_INDEX
@@ -67,7 +69,7 @@ def real_model(config: Any, *, attention: str = "eager", dtype: torch.dtype = to
 
 @contextmanager
 def seeded(model: Any, step: int = 0, *, seed: int = 42) -> Iterator[None]:
-    """Random numbers (dropout, sampling routers) drawn where the engine draws them: from a generator seeded for (run, step, unit, micro-batch)."""
+    """Random numbers (dropout, sampling routers) drawn as the engine draws them: seeded by (run, step, unit, micro-batch)."""
     _, layers = find_stack(model, int(model.config.get_text_config().num_hidden_layers))
     step_seed = seed_of(seed, step)
     number = -1

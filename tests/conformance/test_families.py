@@ -1,6 +1,7 @@
 """Every family of the list, streamed through two slots of the chaos backend, against plain autograd: equal to the last bit.
 
-Released slots hold NaN and copies land late, so nothing of this can pass by luck; ``test_not_vacuous.py`` shows that it fails without handles.
+Released slots hold NaN and copies land late, so nothing of this can pass by luck; ``test_not_vacuous.py`` shows that it
+fails without handles.
 """
 
 from __future__ import annotations
