@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from layerferry.config import Config
-from layerferry.data import derive, mix, registry, rows, templates
+from layerferry.data import derive, kept, mix, registry, rows, templates
 from layerferry.data.files import Located
 from layerferry.data.jinja import JinjaEncoder
 from layerferry.data.registry import Entry
@@ -88,19 +88,32 @@ class DataSets:
 def build(config: Config, tokenizer: Any) -> DataSets:
     """Read, render, tokenise. ``tokenizer`` comes from ``data.tokenizer.load``; fixing it again changes nothing."""
     check(config)
-    kept = None if config.data.tokenized_path is None else Path(config.data.tokenized_path)
-    if kept is not None and (kept / "train.npz").is_file():
-        return _load(kept, tokenizer)
     report = Report()
+    folder = None if config.data.tokenized_path is None else Path(config.data.tokenized_path)
+    found = None if folder is None else kept.load(folder, isolated=config.data.neat_packing)
+    if found is not None:
+        logger.info("tokenised data sets are taken from %s; other data keys are not looked at", folder)
+        make_encoder(config, tokenizer)  # for the tokens that the template gives its tokenizer
+    else:
+        found = _tokenised_sets(config, tokenizer, report)
+        if folder is not None:
+            kept.save(folder, found)
+            logger.info("tokenised data sets are kept in %s", folder)
+    for name, samples in found.items():
+        report.measure(name, samples)
+    train = found.pop(kept.TRAIN)
+    return DataSets(train=train, eval=found, report=report, pad_id=pad_id(tokenizer))
+
+
+def _tokenised_sets(config: Config, tokenizer: Any, report: Report) -> kept.Sets:
     encoder = make_encoder(config, tokenizer)
     train_sources, eval_sources = sources(config)
-    train = tokenised("train", train_sources, config, tokenizer, encoder, report)
-    evals = {name: tokenised(name, found, config, tokenizer, encoder, report) for name, found in eval_sources.items()}
+    found = {
+        name: tokenised(name, rows_of, config, tokenizer, encoder, report)
+        for name, rows_of in {kept.TRAIN: train_sources, **eval_sources}.items()
+    }
     if report.dropped:
         logger.warning(report.warning())
-    found = DataSets(train=train, eval=evals, report=report, pad_id=pad_id(tokenizer))
-    if kept is not None:
-        _save(kept, found)
     return found
 
 
@@ -184,7 +197,6 @@ def tokenised(name: str, found: Iterable[Source], config: Config, tokenizer: Any
     if not len(samples):
         detail = f": {report.warning()}" if report.dropped else ""
         raise DataError(f"no row is left in the {name} set{detail or _short(config, report)}")
-    report.measure(name, samples)
     return samples
 
 
@@ -224,27 +236,3 @@ def _conversations(found: Iterable[Source], stage: str, report: Report) -> Itera
 def pad_id(tokenizer: Any) -> int:
     found = tokenizer.pad_token_id
     return int(tokenizer.eos_token_id or 0) if found is None else int(found)
-
-
-def _save(folder: Path, found: DataSets) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, samples in {**{f"eval-{key}": value for key, value in found.eval.items()}, "train": found.train}.items():
-        np.savez(folder / f"{name}.npz", **samples.state())  # train last: its presence says that all are there
-    logger.info("tokenised data sets are kept in %s", folder)
-
-
-def _load(folder: Path, tokenizer: Any) -> DataSets:
-    def read(file: Path) -> SampleSet:
-        try:
-            with np.load(file) as arrays:
-                return SampleSet.of_state(dict(arrays))
-        except (ValueError, KeyError, OSError) as error:
-            raise DataError(f"{file} is not a tokenised data set of ours ({error}): remove {folder} to build it again") from None
-
-    logger.info("tokenised data sets are taken from %s; other data keys are not looked at", folder)
-    report = Report()
-    train = read(folder / "train.npz")
-    evals = {file.stem.removeprefix("eval-"): read(file) for file in sorted(folder.glob("eval-*.npz"))}
-    for name, samples in {"train": train, **evals}.items():
-        report.measure(name, samples)
-    return DataSets(train=train, eval=evals, report=report, pad_id=pad_id(tokenizer))
