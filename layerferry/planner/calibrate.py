@@ -190,7 +190,7 @@ class _Bench:
 
         def backward() -> None:
             with self._tape.resolving(unit, slot):
-                self._tape.backward(unit, 0, template, gradient, accumulator, SideGradients())
+                self._tape.backward(unit, 0, template, [gradient], accumulator, SideGradients())
 
         gradient = torch.randn(hidden.shape, generator=self._generator, device=hidden.device, dtype=hidden.dtype)
         forward()

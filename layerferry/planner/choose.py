@@ -24,7 +24,7 @@ from layerferry.planner.machine import Machine, machine_for
 from layerferry.planner.memory import Shape, Working
 from layerferry.planner.problem import ESTIMATE_MARGIN, Pins, Problem, key_of, problem
 from layerferry.planner.remedies import shortfall
-from layerferry.planner.search import resident_if_free, search
+from layerferry.planner.search import fill_device, search
 from layerferry.store.store import plane_specs
 
 MOST_MEASUREMENTS = 6
@@ -82,7 +82,9 @@ def decide(question: Problem, measure: Measure | None = None) -> Decision:
         question = replace(question, measured={**question.measured, key_of(plan): working})
         plan, found = search(question)
     if found:
-        return Decision(plan=with_notes(question, resident_if_free(question, plan)), shortfall=None, pins=question.pins)
+        return Decision(plan=with_notes(question, fill_device(question, plan)), shortfall=None, pins=question.pins)
+    if plan.on_device:  # not even both places together have room: what is said is what the host lacks
+        plan = question.complete(replace(plan, on_device=()))
     return Decision(plan=with_notes(question, plan), shortfall=shortfall(question, plan), pins=question.pins)
 
 

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class Kept:
         return max(self.eager + self.square * row_tokens, boundary) if budget >= 1.0 else boundary
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Model:
     """The planner's whole knowledge of a model. ``behaviours[i]`` is the kind of layer i, an index into ``kept``."""
 
@@ -78,7 +79,7 @@ class Model:
     def num_layers(self) -> int:
         return len(self.behaviours)
 
-    @property
+    @cached_property
     def num_params(self) -> int:
         return sum(unit.numel for unit in self.units)
 

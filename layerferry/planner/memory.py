@@ -27,8 +27,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
-from layerferry.engine.sizes import device_sizes
+from layerferry.engine.sizes import DeviceSizes, device_sizes
 from layerferry.layout import FP32_PLANE, GRAD, RESIDUE, WEIGHT, PlaneSpec
 from layerferry.plan import Item, Plan
 from layerferry.planner.facts import Model
@@ -83,6 +84,28 @@ class Working:
     workspaces: int = 0
     measured: bool = False
 
+    def times(self, measured: Working, estimated: Working) -> Working:
+        """This estimate, each number multiplied by how far ``measured`` was from the ``estimated`` of another shape."""
+
+        def scaled(own: int, truth: int, guess: int) -> int:
+            return own if not guess else own * truth // guess
+
+        layers = tuple(
+            LayerBytes(
+                kept=scaled(own.kept, truth.kept, guess.kept),
+                forward_peak=scaled(own.forward_peak, truth.forward_peak, guess.forward_peak),
+                backward_peak=scaled(own.backward_peak, truth.backward_peak, guess.backward_peak),
+            )
+            for own, truth, guess in zip(self.layers, measured.layers, estimated.layers, strict=True)
+        )
+        return Working(
+            prologue_kept=scaled(self.prologue_kept, measured.prologue_kept, estimated.prologue_kept),
+            layers=layers,
+            head_peak=scaled(self.head_peak, measured.head_peak, estimated.head_peak),
+            evaluation_peak=scaled(self.evaluation_peak, measured.evaluation_peak, estimated.evaluation_peak),
+            workspaces=measured.workspaces,
+        )
+
 
 def plan_specs(specs: Mapping[str, PlaneSpec], plan: Plan) -> dict[str, PlaneSpec]:
     """``specs`` with the gradient plane that ``plan`` wants: four bytes where it is carried between waves exactly."""
@@ -95,19 +118,38 @@ def items(
     """The byte table of ``plan``; ``working`` None: estimated."""
     specs = plan_specs(specs, plan)
     working = working or estimate(model, plan, shape)
-    return (*host_items(model, specs), *_buffers(model, specs, plan), *_activations(model, plan, shape, working))
+    home = frozenset(plan.on_device)
+    return (*_planes(model, specs, home), *_buffers(model, specs, plan), *_activations(model, plan, shape, working))
 
 
-def host_items(model: Model, specs: Mapping[str, PlaneSpec]) -> tuple[Item, ...]:
-    """One line a plane kind: exactly what the store allocates."""
-    return tuple(
-        Item(what=_NAMES.get(kind, kind), place=HOST, num_bytes=sum(unit.layout.bytes(spec) for unit in model.units))
-        for kind, spec in specs.items()
-    )
+def _planes(model: Model, specs: Mapping[str, PlaneSpec], home: frozenset[int]) -> tuple[Item, ...]:
+    """One line a plane kind @host, one for the units at home @device: exactly what the store allocates."""
+    host, device = [], 0
+    for kind, spec in specs.items():
+        by_unit = unit_bytes(model, spec)
+        there = sum(by_unit[index] for index in home)
+        host.append(Item(what=_NAMES.get(kind, kind), place=HOST, num_bytes=sum(by_unit) - there))
+        device += there
+    if home:
+        host.append(Item(what=f"all planes of {len(home)} of {len(model.units)} units", place=DEVICE, num_bytes=device))
+    return tuple(host)
+
+
+@lru_cache(maxsize=64)
+def unit_bytes(model: Model, spec: PlaneSpec) -> tuple[int, ...]:
+    """Bytes of one plane of every unit: asked for thousands of times in a search."""
+    return tuple(unit.layout.bytes(spec) for unit in model.units)
+
+
+@lru_cache(maxsize=64)
+def _sizes(
+    model: Model, num_slots: int, num_slabs: int, home: tuple[int, ...], specs: tuple[tuple[str, PlaneSpec], ...]
+) -> dict[bool, DeviceSizes]:
+    return device_sizes(model.units, Plan(num_slots=num_slots, num_slabs=num_slabs, on_device=home), dict(specs))
 
 
 def _buffers(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan) -> tuple[Item, ...]:
-    sizes = device_sizes(model.units, plan, specs)
+    sizes = _sizes(model, plan.num_slots, plan.num_slabs, plan.on_device, tuple(specs.items()))
     layers, ends = sizes[True], sizes[False]
     return (
         Item(what=f"{layers.num_slots} layer slots", place=DEVICE, num_bytes=layers.num_slots * layers.slot_bytes),

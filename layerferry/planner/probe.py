@@ -60,10 +60,7 @@ def probe(engine: EngineConfig | None = None, *, quick: bool = False) -> Machine
     if isinstance(load_kernels(), ReferenceKernels):
         notes.append("the native AdamW kernels could not be built: the torch ones are ten times slower")
     _remember(device_name(backend), rates)
-    machine = assemble(engine, backend, rates, tuple(notes))
-    if isinstance(backend, CudaBackend):
-        backend.close()
-    return machine
+    return assemble(engine, backend, rates, tuple(notes))
 
 
 def _links(backend: CudaBackend) -> dict[str, float]:

@@ -14,7 +14,7 @@ from layerferry.layout import PlaneSpec
 from layerferry.plan import Plan
 from layerferry.planner.facts import Model
 from layerferry.planner.machine import Machine
-from layerferry.planner.memory import DEVICE, HOST, Shape, Working, items
+from layerferry.planner.memory import DEVICE, HOST, Shape, Working, estimate, items
 from layerferry.planner.time import seconds
 
 ESTIMATE_MARGIN = 0.05
@@ -78,13 +78,22 @@ class Problem:
 
     def complete(self, plan: Plan) -> Plan:
         """``plan`` with its bytes and seconds."""
-        working = self.measured.get(key_of(plan))
+        working = self.measured.get(key_of(plan)) or self._corrected(plan)
         return replace(
             plan,
             items=items(self.model, self.specs, plan, self.shape, working),
             seconds=seconds(self.model, self.specs, plan, self.shape, self.machine),
-            calibrated=working is not None,
+            calibrated=working.measured,
         )
+
+    def _corrected(self, plan: Plan) -> Working:
+        """The estimate; where the same budget was measured for other rows or chunks, times what that estimate was off."""
+        guess = estimate(self.model, plan, self.shape)
+        for (budget, rows, chunk, compiled), measured in self.measured.items():
+            if (budget, compiled) == (plan.activation_budget, plan.compile):
+                other = estimate(self.model, replace(plan, micro_batch_rows=rows, chunk_tokens=chunk), self.shape)
+                return guess.times(measured, other)
+        return guess
 
 
 def key_of(plan: Plan) -> Key:

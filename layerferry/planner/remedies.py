@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from layerferry.engine.sizes import device_sizes
 from layerferry.plan import GIB, Plan
-from layerferry.planner.memory import DEVICE, HOST, plan_specs
+from layerferry.planner.memory import DEVICE, HOST, plan_specs, unit_bytes
 from layerferry.planner.problem import Problem, needs
 from layerferry.planner.search import search
 
@@ -34,13 +34,19 @@ def _remedies(question: Problem, plan: Plan) -> Iterator[str]:
     short = {place for place, (needed, there) in places.items() if needed > there}
     if DEVICE in short:
         yield from _too_small_for_buffers(question, plan)
-    yield from _unpinned(question)
-    yield from _shorter_rows(question)
+    if _planes_fit(question, plan):
+        yield from _unpinned(question)
+        yield from _shorter_rows(question)
     if HOST in short:
         yield from _smaller_model(question, plan)
     for place in sorted(short):
         if _reported(question, place):
             yield f"{_budget_key(place)}: states another limit than {_source(question, place)}"
+
+
+def _planes_fit(question: Problem, plan: Plan) -> bool:
+    """Whether anything but another model or more host memory can help."""
+    return plan.total(HOST) <= needs(plan, question.machine)[HOST][1]
 
 
 def _too_small_for_buffers(question: Problem, plan: Plan) -> Iterator[str]:
@@ -50,7 +56,7 @@ def _too_small_for_buffers(question: Problem, plan: Plan) -> Iterator[str]:
     if there < slot:
         yield f"one layer's slot alone takes {_gib(slot)}"
     elif there < fixed:
-        yield f"{plan.num_slots} slots, {plan.num_slabs} slabs and the accumulators alone take {_gib(fixed)}"
+        yield f"slots, slabs and accumulators ({plan.num_slots} layer slots, {plan.num_slabs} slabs) alone take {_gib(fixed)}"
 
 
 def _unpinned(question: Problem) -> Iterator[str]:
@@ -77,7 +83,8 @@ def _shorter_rows(question: Problem) -> Iterator[str]:
 def _smaller_model(question: Problem, plan: Plan) -> Iterator[str]:
     needed, there = needs(plan, question.machine)[HOST]
     planes = plan.total(HOST)
-    per_param = planes / question.model.num_params
+    stored = sum(sum(unit_bytes(question.model, spec)) for spec in plan_specs(question.specs, plan).values())
+    per_param = stored / question.model.num_params
     most = (there - (needed - planes)) / per_param
     if most > 0:
         size = question.model.num_params / 1e9

@@ -1,25 +1,29 @@
 """The first plan that fits, in a stated order of preferences; what the user has pinned is kept as it is.
 
-Outermost first: fewer waves (each carries gradients over the link again), a larger activation budget (less is computed
-twice), the preferred micro-batch (up to 32k tokens on CUDA, equal ones; the user's own rows on a CPU), larger chunks of
-logits, and last whether weights may stay resident. Checked by ``tests/planner/test_choose.py``.
+Outermost first: enough buffers to hide the link (fewer only where nothing else fits), fewer waves (each carries gradients
+over the link again), a larger activation budget (less is computed twice), gradients carried between waves in fp32, the
+preferred micro-batch (up to 32k tokens on CUDA, equal ones; the user's own rows on a CPU), larger chunks of logits. What the
+host has no room for lives @device, and so does in the end what the device has room for. Checked by
+``tests/planner/test_choose.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 from layerferry.plan import Plan
-from layerferry.planner.problem import Problem, fits, short_by
+from layerferry.planner.memory import unit_bytes
+from layerferry.planner.problem import Problem, fits, host_budget, short_by
 
 BUDGETS = (1.0, 0.7, 0.5, 0.3, 0.1, 0.0)
 MOST_TOKENS = 32768
 """Of a micro-batch on CUDA: beyond, nothing gets faster."""
 CHUNKS = (8192, 4096, 2048, 1024, 512, 256)
 CPU_CHUNKS = (1024, 256)
-NUM_SLOTS = 3
-NUM_SLABS = 2
+BUFFERS = ((3, 2), (2, 1))
+"""(layer slots, slabs): enough for upload, compute and download at once; the least that still overlaps anything."""
 
 
 def search(question: Problem) -> tuple[Plan, bool]:
@@ -39,32 +43,32 @@ def candidates(question: Problem) -> Iterator[Plan]:
     """Every plan that is considered, best first."""
     machine, pins, shape = question.machine, question.pins, question.shape
     compiled = pins.compile if pins.compile is not None else not machine.is_cpu
-    budgets = BUDGETS if compiled else (1.0, 0.0)
+    budgets: tuple[float, ...] = BUDGETS if compiled else (1.0, 0.0)
     base = Plan(
         fp32=question.fp32,
-        num_slots=pins.num_slots or min(NUM_SLOTS, question.model.num_layers),
-        num_slabs=pins.num_slabs or NUM_SLABS,
+        on_device=_fewest_at_home(question),
         compile=compiled,
         optimizer_threads=pins.optimizer_threads or max(1, machine.cores - 2),
         row_tokens=shape.row_tokens,
         rows_per_step=shape.rows_per_step,
     )
     rows_choices = [pins.micro_batch_rows] if pins.micro_batch_rows else _row_choices(question)
-    for waves in _wave_choices(question, min(rows_choices)):
-        for budget in (pins.activation_budget,) if pins.activation_budget is not None else budgets:
-            for rows in rows_choices:
-                if waves > -(-shape.rows_per_step // rows):
-                    continue
-                for chunk in CPU_CHUNKS if machine.is_cpu else CHUNKS:
-                    plan = replace(base, num_waves=waves, activation_budget=budget, micro_batch_rows=rows, chunk_tokens=chunk)
-                    yield from _carried(question, plan)
+    chunks = CPU_CHUNKS if machine.is_cpu else CHUNKS
+    if pins.activation_budget is not None:
+        budgets = (pins.activation_budget,)
+    for (slots, slabs), waves, budget, carry_fp32, rows, chunk in product(
+        _buffer_choices(question), _wave_choices(question, min(rows_choices)), budgets, (True, False), rows_choices, chunks
+    ):
+        if waves > -(-shape.rows_per_step // rows) or (carry_fp32 and (waves == 1 or question.fp32)):
+            continue
+        plan = replace(base, num_slots=slots, num_slabs=slabs, num_waves=waves, activation_budget=budget)
+        yield replace(plan, carry_fp32=carry_fp32, micro_batch_rows=rows, chunk_tokens=chunk)
 
 
-def _carried(question: Problem, plan: Plan) -> Iterator[Plan]:
-    """Several waves carry gradients exactly (4 bytes) where the host has room, else with one bf16 rounding a wave."""
-    if plan.num_waves > 1 and not plan.fp32:
-        yield replace(plan, carry_fp32=True)
-    yield plan
+def _buffer_choices(question: Problem) -> list[tuple[int, int]]:
+    pins, layers = question.pins, question.model.num_layers
+    choices = [(pins.num_slots or min(slots, layers), pins.num_slabs or slabs) for slots, slabs in BUFFERS]
+    return list(dict.fromkeys(choices))
 
 
 def _row_choices(question: Problem) -> list[int]:
@@ -84,9 +88,40 @@ def _wave_choices(question: Problem, fewest_rows: int) -> list[int]:
     return [waves for waves in (1, 2, 4, 8, 16, 32, 64) if waves <= most]
 
 
-def resident_if_free(question: Problem, plan: Plan) -> Plan:
-    """A slot for every layer saves the second upload; taken only where it costs nothing else."""
-    if "num_slots" in question.pins or question.machine.is_cpu:
+def fill_device(question: Problem, plan: Plan) -> Plan:
+    """``plan`` with what is left of the device put to use: units at home there, in the order in which a step needs them.
+
+    Their optimizer runs on the device and nothing of them travels. Last, a slot for every layer that still travels
+    saves its second upload.
+    """
+    if question.machine.is_cpu:
         return plan
-    resident = question.complete(replace(plan, num_slots=question.model.num_layers))
-    return resident if fits(question, resident) else plan
+    order = _home_order(question)
+    for count in range(len(plan.on_device) + 1, len(order) + 1):
+        more = question.complete(replace(plan, on_device=order[:count]))
+        if not fits(question, more):
+            break
+        plan = more
+    if "num_slots" in question.pins:
+        return plan
+    travelling = sum(unit.is_layer and unit.index not in plan.on_device for unit in question.model.units)
+    resident = question.complete(replace(plan, num_slots=max(travelling, 1)))
+    return resident if travelling and fits(question, resident) else plan
+
+
+def _home_order(question: Problem) -> tuple[int, ...]:
+    return tuple(unit.index for unit in question.model.units)
+
+
+def _fewest_at_home(question: Problem) -> tuple[int, ...]:
+    """Units that must live @device because the host has no room for all."""
+    if question.machine.is_cpu:
+        return ()
+    order, budget = _home_order(question), host_budget(question.machine)
+    per_unit = [sum(unit_bytes(question.model, spec)[index] for spec in question.specs.values()) for index in order]
+    left = sum(per_unit)
+    for count, num_bytes in enumerate(per_unit):
+        if left <= budget:
+            return order[:count]
+        left -= num_bytes
+    return order

@@ -21,7 +21,7 @@ from layerferry.plan import Plan, Seconds
 from layerferry.planner.facts import Model
 from layerferry.planner.flops import FORWARD_SHARE
 from layerferry.planner.machine import Machine
-from layerferry.planner.memory import Shape, plan_specs
+from layerferry.planner.memory import Shape, plan_specs, unit_bytes
 
 COMPILED_SHARES = ((0.0, 0.72), (0.3, 0.79), (0.5, 0.835), (0.7, 0.88), (1.0, 0.875))
 """(activation budget, share of the matmul rate that a compiled layer reaches in model FLOPs)."""
@@ -36,17 +36,21 @@ def seconds(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Sha
     specs = plan_specs(specs, plan)
     flops = model.flops.per_token(shape.row_tokens) * shape.tokens_per_step
     compute = flops / (machine.matmul_flops_per_s.value * compute_share(plan, on_cpu=machine.is_cpu))
-    grad_bytes = sum(unit.layout.bytes(specs[GRAD]) for unit in model.units)
+    home = frozenset(plan.on_device)
+    travelling = [unit for unit in model.units if unit.index not in home]
+    grad_bytes = sum(unit_bytes(model, specs[GRAD])[unit.index] for unit in travelling)
     upload_bytes = uploaded_bytes(model, plan, specs) + (plan.num_waves - 1) * grad_bytes
     upload = upload_bytes / machine.upload_together_bytes_per_s.value
     download = plan.num_waves * grad_bytes / machine.download_together_bytes_per_s.value
-    optimizer = model.num_params * machine.optimizer_s_per_param.value
+    optimizer = sum(unit.numel for unit in travelling) * machine.optimizer_s_per_param.value
     window = compute * FORWARD_SHARE / plan.num_waves
-    first = [model.units[0], next(unit for unit in model.units if unit.is_layer)]
-    exposed = sum(unit.numel for unit in first) * machine.optimizer_s_per_param.value
-    exposed += sum(unit.layout.bytes(specs[WEIGHT]) for unit in first) / machine.upload_bytes_per_s.value
-    exposed += model.units[0].layout.bytes(specs[GRAD]) / machine.download_bytes_per_s.value
-    exposed += max(optimizer - window, 0.0)
+    exposed = max(optimizer - window, 0.0)
+    for unit in (model.units[0], next(unit for unit in model.units if unit.is_layer)):
+        if unit.index not in home:
+            exposed += unit.numel * machine.optimizer_s_per_param.value
+            exposed += unit.layout.bytes(specs[WEIGHT]) / machine.upload_bytes_per_s.value
+    if model.units[0].index not in home:
+        exposed += model.units[0].layout.bytes(specs[GRAD]) / machine.download_bytes_per_s.value
     return Seconds(compute=compute, upload=upload, download=download, optimizer=optimizer, exposed=exposed)
 
 
@@ -66,10 +70,17 @@ def layer_uploads(num_layers: int, num_slots: int, num_waves: int) -> int:
 
 def uploaded_bytes(model: Model, plan: Plan, specs: Mapping[str, PlaneSpec]) -> int:
     """Weight bytes that a step uploads; layers of unequal size count with their mean."""
-    layers = [unit.layout.bytes(specs[WEIGHT]) for unit in model.units if unit.is_layer]
-    ends = [unit.layout.bytes(specs[WEIGHT]) for unit in model.units if not unit.is_layer]
+    home = frozenset(plan.on_device)
+    travelling = [
+        (unit, num_bytes)
+        for unit, num_bytes in zip(model.units, unit_bytes(model, specs[WEIGHT]), strict=True)
+        if unit.index not in home
+    ]
+    layers = [num_bytes for unit, num_bytes in travelling if unit.is_layer]
+    ends = [num_bytes for unit, num_bytes in travelling if not unit.is_layer]
     uploads = layer_uploads(len(layers), plan.num_slots, plan.num_waves)
-    return uploads * sum(layers) // len(layers) + sum(ends) * (1 if model.tied else plan.num_waves)
+    in_layers = uploads * sum(layers) // max(len(layers), 1)
+    return in_layers + sum(ends) * (1 if len(ends) == 1 else plan.num_waves)
 
 
 def _interpolate(table: tuple[tuple[float, float], ...], at: float) -> float:

@@ -1,0 +1,237 @@
+"""What is chosen, what is kept as pinned, what is refused and with which words."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layerferry.config import Config, DataConfig, ModelConfig
+from layerferry.errors import PlanError
+from layerferry.plan import Plan
+from layerferry.planner.choose import choose, decide
+from layerferry.planner.facts import Kept, Model
+from layerferry.planner.flops import Flops
+from layerferry.planner.memory import DEVICE, HOST, Shape, Working, estimate
+from layerferry.planner.problem import Problem, fits, needs, problem
+from layerferry.planner.search import candidates
+from tests.planner.subjects import GIB, QWEN_7B, config, machine, skeleton, specs
+
+
+@functools.cache
+def qwen_7b() -> Model:
+    """Qwen2.5-7B of two built layers, told to be 28: nothing but the number of layers differs."""
+    small = Model.of(skeleton("qwen2", **{**QWEN_7B, "num_hidden_layers": 2}))
+    first, layer, last = small.units[0], small.units[1], small.units[-1]
+    layers = [replace(layer, index=i + 1, name=f"layer.{i}") for i in range(28)]
+    units = (first, *layers, replace(last, index=29))
+    flops = replace(small.flops, layer_params=14 * small.flops.layer_params, attention=small.flops.attention * 14)
+    return replace(small, units=units, behaviours=(0,) * 28, flops=flops)
+
+
+def ask(given: Config | None = None, row_tokens: int = 1024, **there: Any) -> Problem:
+    return problem(qwen_7b(), specs(), machine(**there), given or config(rows=128), row_tokens)
+
+
+def gib(plan: Plan, place: str) -> float:
+    return plan.total(place) / GIB
+
+
+# ---------------------------------------------------------------- what is chosen
+
+
+def test_a_whole_h200_keeps_activations_and_brings_units_home() -> None:
+    decision = decide(ask(device_gib=139))
+    plan = decision.plan
+    assert decision.shortfall is None and plan.num_waves == 1 and plan.compile
+    assert 12_000 <= plan.micro_batch_rows * plan.row_tokens <= 32_768
+    assert plan.on_device == tuple(range(len(plan.on_device))) and plan.on_device
+    assert gib(plan, DEVICE) <= 139
+
+
+def test_44_gib_stream_everything_in_one_wave() -> None:
+    """DESIGN's probe: budget 0.0, 131k tokens a step, 41 GiB."""
+    plan = decide(ask(device_gib=44)).plan
+    assert (plan.num_waves, plan.activation_budget, plan.num_slots, plan.on_device) == (1, 0.0, 3, ())
+    assert gib(plan, DEVICE) == pytest.approx(41, rel=0.05)
+    assert gib(plan, HOST) * GIB / qwen_7b().num_params == pytest.approx(14.0, abs=0.01)
+
+
+def test_a_small_batch_keeps_everything() -> None:
+    assert decide(ask(config(rows=16), device_gib=139)).plan.activation_budget == 1.0
+
+
+def test_a_small_device_takes_several_waves_and_smaller_chunks() -> None:
+    plan = decide(ask(device_gib=10)).plan
+    assert plan.num_waves > 1 and plan.chunk_tokens < 8192 and gib(plan, DEVICE) <= 10
+
+
+def test_waves_carry_exactly_where_the_host_has_room() -> None:
+    assert decide(ask(device_gib=30, host_gib=126)).plan.carry_fp32
+    tight = decide(ask(device_gib=30, host_gib=100)).plan
+    assert not tight.carry_fp32 and "one rounding a wave" in " ".join(tight.notes)
+
+
+def test_what_the_host_has_no_room_for_lives_on_the_device() -> None:
+    decision = decide(ask(config(rows=32), host_gib=60, device_gib=139))
+    assert decision.shortfall is None and gib(decision.plan, HOST) <= 60 and len(decision.plan.on_device) >= 10
+
+
+def test_a_cpu_is_eager_and_takes_the_users_rows() -> None:
+    decision = decide(ask(config(rows=4, accumulation=3), cpu=True, host_gib=180, row_tokens=128))
+    plan = decision.plan
+    assert (plan.compile, plan.activation_budget, plan.micro_batch_rows, plan.rows_per_step) == (False, 1.0, 4, 12)
+    assert plan.optimizer_threads == 14 and not plan.on_device
+
+
+def test_a_cpu_has_one_memory_for_both_places() -> None:
+    question = ask(config(rows=4), cpu=True, host_gib=180, row_tokens=128)
+    plan = decide(question).plan
+    (needed, there), *others = needs(plan, question.machine).values()
+    assert needed >= plan.total(HOST) + plan.total(DEVICE) and there == 180 * GIB and not others
+
+
+def test_rows_are_padded_to_the_loaders_multiple() -> None:
+    assert ask(row_tokens=1001).shape.row_tokens == 1008
+
+
+def test_packing_and_isolation_reach_the_shape() -> None:
+    packed = replace(config(), data=DataConfig(neat_packing=True))
+    assert ask(packed).shape == Shape(row_tokens=1024, rows_per_step=8, isolated=True, packed=True, fused_head=True)
+
+
+# ---------------------------------------------------------------- pins
+
+PINS: dict[str, Any] = {
+    "micro_batch_rows": 4,
+    "num_waves": 2,
+    "activation_budget": 0.4,
+    "num_slots": 5,
+    "num_slabs": 3,
+    "compile": False,
+    "optimizer_threads": 7,
+}
+
+
+@pytest.mark.parametrize("name", PINS)
+def test_what_is_pinned_stays(name: str) -> None:
+    given = config(rows=16, **{name: PINS[name]})
+    assert getattr(decide(ask(given)).plan, name) == PINS[name]
+
+
+def test_gradient_checkpointing_off_keeps_everything() -> None:
+    given = config(rows=16, train={"gradient_checkpointing": False})
+    assert decide(ask(given)).plan.activation_budget == 1.0
+    huge = config(rows=512, train={"gradient_checkpointing": False}, num_waves=1)
+    assert decide(ask(huge)).shortfall is not None
+
+
+def test_a_pinned_plan_that_cannot_fit_is_refused_with_the_pin_named() -> None:
+    shortfall = decide(ask(config(rows=128, activation_budget=1.0, num_waves=1), device_gib=44)).shortfall
+    assert shortfall is not None
+    assert re.search(r"needs [\d.]+ GiB @device, 44\.0 GiB allowed by device_memory: [\d.]+ GiB short", shortfall)
+    assert "activation_budget: 0.0 instead of 1.0 fits" in shortfall
+
+
+def test_a_budget_below_one_slot_is_refused() -> None:
+    shortfall = decide(ask(device_gib=0.2)).shortfall
+    assert shortfall is not None and "one layer's slot alone takes 0.43 GiB" in shortfall
+
+
+def test_a_host_that_is_too_small_is_refused_with_the_model_that_fits() -> None:
+    there = machine(device_gib=20, host_gib=40, host_source="MemAvailable")
+    shortfall = decide(problem(qwen_7b(), specs(), there, config(), 1024)).shortfall
+    assert shortfall is not None and "GiB short" in shortfall
+    assert "a model of" in shortfall and "this one has 7.62B" in shortfall
+    assert "host_memory: states another limit than MemAvailable" in shortfall
+
+
+def test_longer_rows_than_fit_name_the_length_that_does() -> None:
+    shortfall = decide(ask(config(rows=1), row_tokens=262144, device_gib=16)).shortfall
+    assert shortfall is not None
+    length = int(re.search(r"cutoff_len: (\d+) fits", shortfall)[1])  # type: ignore[index]
+    assert decide(ask(config(rows=1), row_tokens=length, device_gib=16)).shortfall is None
+
+
+def test_choose_raises_the_shortfall() -> None:
+    tiny = skeleton("llama")
+    with pytest.raises(PlanError, match=r"needs .* GiB @host, .* short") as caught:
+        choose(tiny, specs(), machine(host_gib=1e-4, device_gib=1e-4), config(), 64)
+    assert caught.value.exit_code == 3
+    assert choose(tiny, specs(), machine(), config(), 64).rows_per_step == 8
+
+
+# ---------------------------------------------------------------- calibration in the loop
+
+
+def test_measured_bytes_replace_the_estimate_until_the_choice_is_measured() -> None:
+    asked: list[float] = []
+
+    def measure(plan: Plan, shape: Shape) -> Working | None:
+        asked.append(plan.activation_budget)
+        guess = estimate(qwen_7b(), plan, shape)
+        layers = tuple(replace(layer, kept=int(layer.kept * 1.5)) for layer in guess.layers)
+        return replace(guess, layers=layers, measured=True)
+
+    question = ask(device_gib=60, given=config(rows=64))
+    estimated = decide(question).plan.activation_budget
+    decision = decide(question, measure)
+    assert decision.plan.calibrated and asked[0] == estimated
+    assert decision.plan.activation_budget < estimated, "half as much again does not fit where the estimate did"
+    assert all(item.exact for item in decision.plan.items)
+
+
+def test_where_nothing_can_be_measured_the_estimate_stands() -> None:
+    decision = decide(ask(), lambda plan, shape: None)
+    assert not decision.plan.calibrated and "estimated, not measured" in " ".join(decision.plan.notes)
+
+
+# ---------------------------------------------------------------- properties
+
+BUDGETS = st.floats(min_value=9.0, max_value=200.0)
+
+
+def rank(plan: Plan) -> tuple[int, float]:
+    return (-plan.num_waves, plan.activation_budget)
+
+
+@settings(max_examples=10, deadline=None)
+@given(small=BUDGETS, extra=st.floats(min_value=0.0, max_value=100.0), rows=st.sampled_from([1, 8, 24, 96]))
+def test_more_device_memory_never_gives_a_worse_plan(small: float, extra: float, rows: int) -> None:
+    less, more = (decide(ask(config(rows=rows), device_gib=g)) for g in (small, small + extra))
+    if less.shortfall is None:
+        assert more.shortfall is None
+        if less.plan.num_slabs == more.plan.num_slabs:
+            assert rank(more.plan) >= rank(less.plan)
+
+
+@settings(max_examples=10, deadline=None)
+@given(device=BUDGETS, host=st.floats(min_value=90.0, max_value=300.0), rows=st.integers(1, 64), tokens=st.integers(1, 4096))
+def test_what_is_chosen_fits_and_covers_the_step(device: float, host: float, rows: int, tokens: int) -> None:
+    question = ask(config(rows=rows), row_tokens=tokens, device_gib=device, host_gib=host)
+    decision = decide(question)
+    plan = decision.plan
+    assert (decision.shortfall is None) == fits(question, plan)
+    assert 1 <= plan.micro_batch_rows <= rows and rows % plan.micro_batch_rows == 0
+    assert plan.num_waves <= rows // plan.micro_batch_rows
+
+
+def test_every_candidate_is_a_different_plan() -> None:
+    found = list(candidates(ask(config(rows=12))))
+    assert len(found) == len(set(found))
+
+
+def test_a_model_without_a_linear_head_or_attention_can_be_planned() -> None:
+    bare = replace(
+        qwen_7b(),
+        has_linear_head=False,
+        flops=Flops(layer_params=1, head_params=1, attention=()),
+        kept=(Kept(eager=1.0, square=0.0, compiled=1.0, largest=1.0),),
+    )
+    question = problem(bare, specs(), machine(), Config(model=ModelConfig(model_name_or_path="x")), 64)
+    assert decide(question).shortfall is None
