@@ -75,7 +75,7 @@ def step_loss(model: PreTrainedModel, micro_batch: MicroBatch, denominator: floa
     loss = _summed(output.logits, micro_batch.labels.to(device)) / denominator
     if balances and getattr(output, "aux_loss", None) is not None:
         weight = model.router_aux_loss_coef if hasattr(model, "router_aux_loss_coef") else model.aux_loss_coef
-        loss = loss + float(weight) * (micro_batch.num_targets / denominator) * output.aux_loss
+        loss = loss + float(weight) * (micro_batch.num_targets / int(denominator)) * output.aux_loss
     return loss
 
 

@@ -76,7 +76,7 @@ class RouterBalance:
         return seen
 
     def loss(self, logits: Sequence[Tensor], mask: Tensor) -> Tensor:
-        """The family's loss [] of ``logits`` (one [B*T, E] per router, in layer order), over tokens where ``mask`` [B, T] is 1."""
+        """The family's loss [] of ``logits`` (one [B*T, E] per router, in layer order) over tokens whose ``mask`` [B, T] is 1."""
         output = self._own_forward(tuple(logits), mask)
         loss: Tensor = output.aux_loss
         return loss
@@ -133,7 +133,7 @@ def _forward_of(module: nn.Module, stand_in: Any) -> Iterator[None]:
 
 def _router_recorders(model: nn.Module) -> list[Any]:
     """What transformers says of the modules whose outputs are router logits."""
-    found = []
+    found: list[Any] = []
     for module in model.modules():
         recorder = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
         for one in recorder if isinstance(recorder, list) else [recorder] if recorder is not None else []:

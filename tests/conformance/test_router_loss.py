@@ -1,8 +1,8 @@
 """The load-balancing loss of mixture-of-experts families against Hugging Face's own forward.
 
-With the loss asked for, the engine equals the oracle (whose every micro-batch is Hugging Face's ``aux_loss`` over real tokens, times coefficient and share)
-to the last bit; and one micro-batch is Hugging Face's own ``loss`` with labels. An expert that gets no token has a gradient of
-zeros and its neighbours the right ones (FAULTS.md row 20).
+With the loss asked for, the engine equals the oracle (whose every micro-batch is Hugging Face's ``aux_loss`` over real
+tokens, times coefficient and share) to the last bit; and one micro-batch is Hugging Face's own ``loss`` with labels. An expert
+that gets no token has a gradient of zeros and its neighbours the right ones.
 """
 
 from __future__ import annotations
