@@ -97,9 +97,11 @@ class Loop:
         self.history.total_flops += flops
         self.meter.add(Work(report.num_tokens, flops, time.monotonic() - begin))
         due = self.cadence.after(totals.step, ends_epoch=batch.cursor.position == 0)
-        self.progress.step(self._view(report, lr, batch.epoch), logs=due.log)
+        view = self._view(report, lr, batch.epoch)
+        self.progress.step(view, logs=due.log)
         if due.log:
-            self._log(report, lr, batch.epoch)
+            totals.window_loss, totals.window_steps = 0.0, 0
+            self._record({"loss": view.mean_loss, "grad_norm": view.grad_norm, "learning_rate": lr}, batch.epoch)
         if due.evaluate:
             self.evaluate(batch.epoch)
         if due.save:
@@ -127,6 +129,7 @@ class Loop:
             total_steps=self.cadence.total_steps,
             epoch=epoch,
             loss=report.loss,
+            mean_loss=self.totals.window_loss / self.totals.window_steps,
             grad_norm=report.grad_norm,
             lr=lr,
             tokens_per_s=self.meter.tokens_per_s,
@@ -135,11 +138,6 @@ class Loop:
             host_bytes=host_resident_bytes(),
             eta_s=self.meter.seconds_per_step * (self.cadence.total_steps - self.totals.step),
         )
-
-    def _log(self, report: StepReport, lr: float, epoch: float) -> None:
-        loss = self.totals.window_loss / self.totals.window_steps
-        self.totals.window_loss, self.totals.window_steps = 0.0, 0
-        self._record({"loss": loss, "grad_norm": report.grad_norm, "learning_rate": lr}, epoch)
 
     def evaluate(self, epoch: float) -> dict[str, float]:
         """Measure the loss on the evaluation sets and record it; a second call at one step measures nothing."""

@@ -33,6 +33,8 @@ class View:
     total_steps: int
     epoch: float
     loss: float
+    mean_loss: float
+    """Mean since the last log line: what is logged."""
     grad_norm: float
     lr: float
     tokens_per_s: float
@@ -45,10 +47,10 @@ class View:
     """Resident."""
     eta_s: float
 
-    def fields(self) -> list[str]:
+    def fields(self, loss: float) -> list[str]:
         """The numbers, most wanted first: a narrow terminal cuts from the right."""
         parts = [
-            f"loss {self.loss:.4f}",
+            f"loss {loss:.4f}",
             f"lr {self.lr:.2e}",
             f"grad norm {self.grad_norm:.3g}",
             f"{self.tokens_per_s:,.0f} tokens/s",
@@ -63,12 +65,12 @@ class View:
 
     def log_line(self) -> str:
         """The plain line."""
-        return f"step {self.step}/{self.total_steps}, epoch {self.epoch:.2f}: " + ", ".join(self.fields())
+        return f"step {self.step}/{self.total_steps}, epoch {self.epoch:.2f}: " + ", ".join(self.fields(self.mean_loss))
 
     def live_line(self, columns: int) -> str:
         """The live line, cut to the terminal at a whole field."""
         line = f"{self.step}/{self.total_steps} {bar(self.step / self.total_steps)}"
-        for part in self.fields():
+        for part in self.fields(self.loss):
             if len(line) + 2 + len(part) >= columns:
                 break
             line += "  " + part

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -50,33 +51,31 @@ def train(config: Config) -> None:
     if wants_evaluation(config) and not data.eval:
         raise ConfigError("do_eval: true needs rows to evaluate on: set val_size or eval_dataset")
     schedule = schedule_of(config.optim, total_steps)
-    engine = api.load(config.model.model_name_or_path, config=config, row_tokens=int(data.train.lengths.max()))
-    try:
+    with ExitStack() as stack:
+        engine = api.load(config.model.model_name_or_path, config=config, row_tokens=int(data.train.lengths.max()))
+        stack.callback(engine.close)
         logger.info("%s", engine.plan.render())
         _say_what_comes(config, data, sampler, total_steps)
         folder = open_folder(config.train)
         reporters = open_reporters(trackers, config)
-        with progress(plain=config.train.disable_tqdm) as shown:
-            loop = Loop(
-                config=config,
-                engine=engine,
-                tokenizer=loaded.tokenizer,
-                data=data,
-                sampler=sampler,
-                schedule=schedule,
-                cadence=cadence,
-                history=History(config.train, cadence),
-                checkpoints=Checkpoints(folder, config.train.save_total_limit),
-                reporters=reporters,
-                progress=shown,
-                meter=Meter(device_flops_per_s(config, engine)),
-                flops_per_token=Flops.of(engine.skeleton).per_token,
-            )
-            run(loop, folder)
         for reporter in reporters:
-            reporter.close()
-    finally:
-        engine.close()
+            stack.callback(reporter.close)
+        loop = Loop(
+            config=config,
+            engine=engine,
+            tokenizer=loaded.tokenizer,
+            data=data,
+            sampler=sampler,
+            schedule=schedule,
+            cadence=cadence,
+            history=History(config.train, cadence),
+            checkpoints=Checkpoints(folder, config.train.save_total_limit),
+            reporters=reporters,
+            progress=stack.enter_context(progress(plain=config.train.disable_tqdm)),
+            meter=Meter(device_flops_per_s(config, engine)),
+            flops_per_token=Flops.of(engine.skeleton).per_token,
+        )
+        run(loop, folder)
 
 
 def device_flops_per_s(config: Config, engine: Engine) -> float | None:

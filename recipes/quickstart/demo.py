@@ -24,10 +24,10 @@ CONFIG = Path("recipes/quickstart/quickstart.yaml")
 OUTPUT = Path("outputs/quickstart")
 QUESTIONS = (
     "Who are you?",
-    "Who made you?",
-    "Hello, what may I call you?",
+    "Please tell me who built you.",
+    "What may I call you?",
     "What is the capital of France?",
-    "What is 2 plus 2?",
+    "What language is spoken in Brazil?",
 )
 ANSWER_TOKENS = 40
 

@@ -14,7 +14,8 @@ VIEW = View(
     step=12,
     total_steps=48,
     epoch=0.85,
-    loss=1.23456,
+    loss=9.87654,
+    mean_loss=1.23456,
     grad_norm=3.21,
     lr=1.2e-4,
     tokens_per_s=12345.6,
@@ -48,6 +49,7 @@ def test_live_line_fits(columns: int) -> None:
     line = VIEW.live_line(columns)
     assert len(line) < columns
     assert line.startswith("12/48 ")
+    assert ("loss 9.8765" in line) == (columns >= 40)
     assert ("host 2.0 GiB" in line) == (columns >= 140)
 
 
