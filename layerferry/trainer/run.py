@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from layerferry import api
+from layerferry.backends import make
 from layerferry.config import Config
 from layerferry.data import DataSets, Sampler, build, tokenizer
 from layerferry.engine.engine import Engine
 from layerferry.errors import ConfigError
 from layerferry.optim.schedule import schedule_of
-from layerferry.planner.flops import Flops
+from layerferry.planner.facts import Model
 from layerferry.planner.machine import machine_for
+from layerferry.planner.problem import problem
+from layerferry.planner.report import render
 from layerferry.trainer.cadence import Cadence
 from layerferry.trainer.card import model_card
 from layerferry.trainer.checkpoints import Checkpoints, save_model
@@ -52,9 +55,13 @@ def train(config: Config) -> None:
         raise ConfigError("do_eval: true needs rows to evaluate on: set val_size or eval_dataset")
     schedule = schedule_of(config.optim, total_steps)
     with ExitStack() as stack:
-        engine = api.load(config.model.model_name_or_path, config=config, row_tokens=int(data.train.lengths.max()))
+        backend = make(config.engine.device)
+        machine = machine_for(config.engine, backend)  # before loading: free memory is what the plan had to choose from
+        row_tokens = max(int(samples.lengths.max()) for samples in (data.train, *data.eval.values()))
+        engine = api.load(config.model.model_name_or_path, config=config, backend=backend, row_tokens=row_tokens)
         stack.callback(engine.close)
-        logger.info("%s", engine.plan.render())
+        question = problem(Model.of(engine.skeleton), engine.store.specs, machine, config, row_tokens)
+        logger.info("%s", render(engine.plan, question))
         _say_what_comes(config, data, sampler, total_steps)
         folder = open_folder(config.train)
         reporters = open_reporters(trackers, config)
@@ -72,16 +79,10 @@ def train(config: Config) -> None:
             checkpoints=Checkpoints(folder, config.train.save_total_limit),
             reporters=reporters,
             progress=stack.enter_context(progress(plain=config.train.disable_tqdm)),
-            meter=Meter(device_flops_per_s(config, engine)),
-            flops_per_token=Flops.of(engine.skeleton).per_token,
+            meter=Meter(None if machine.is_cpu else machine.matmul_flops_per_s.value),  # on a CPU the share says little
+            flops_per_token=question.model.flops.per_token,
         )
         run(loop, folder)
-
-
-def device_flops_per_s(config: Config, engine: Engine) -> float | None:
-    """The device's rate of matrix products, measured or stated; None on a CPU, where a share of it says little."""
-    machine = machine_for(config.engine, engine.backend)
-    return None if machine.is_cpu else machine.matmul_flops_per_s.value
 
 
 def wants_evaluation(config: Config) -> bool:
