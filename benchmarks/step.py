@@ -46,6 +46,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=1.0)
     parser.add_argument("--slots", type=int, default=3)
     parser.add_argument("--slabs", type=int, default=2)
+    parser.add_argument(
+        "--home", type=int, default=0, help="layers, from the first, that live on the device; the ends too when all do"
+    )
+    parser.add_argument("--resident-gradients", type=int, default=0)
     parser.add_argument("--chunk-tokens", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=0, help="optimizer threads; 0: cores - 2")
     parser.add_argument("--steps", type=int, default=5, help="counted steps, after the warm-up")
@@ -78,7 +82,12 @@ def resident_bytes() -> int:
 
 def plan_of(args: argparse.Namespace, on_cuda: bool) -> Plan:
     cores = len(os.sched_getaffinity(0))
+    layers = config_of(args.model, layers=args.layers).num_hidden_layers
+    everything = layers + (1 if config_of(args.model).tie_word_embeddings else 2)
+    home = range(everything) if args.home >= layers else range(1, args.home + 1)
     return Plan(
+        on_device=tuple(home),
+        resident_gradients=bool(args.resident_gradients),
         num_slots=args.slots,
         num_slabs=args.slabs,
         num_waves=args.waves,
@@ -208,7 +217,13 @@ def main() -> None:
             engine.close()
             del engine
             gc.collect()
-            engine = Engine(skeleton, store, optimizer, backend, plan_of(variant, backend.name == "cuda"))
+            if (variant.home, variant.model) != (previous.home, previous.model):
+                del skeleton, store, optimizer, backend
+                gc.collect()
+                engine, resident = build(variant)
+            else:
+                engine = Engine(skeleton, store, optimizer, backend, plan_of(variant, backend.name == "cuda"))
+        previous = variant
         line = json.dumps(measure(engine, variant, resident))
         print(line, flush=True)
         if args.out:
