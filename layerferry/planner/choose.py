@@ -91,7 +91,7 @@ def decide(question: Problem, measure: Measure | None = None) -> Decision:
 def with_notes(question: Problem, plan: Plan) -> Plan:
     """``plan`` with what a reader must know of it."""
     notes = []
-    if plan.num_waves > 1 and not plan.carry_fp32 and not plan.fp32:
+    if plan.num_waves > 1 and not (plan.carry_fp32 or plan.resident_gradients or plan.fp32):
         notes.append(f"{plan.num_waves} waves carry gradients in bf16: one rounding a wave")
     if not plan.calibrated and not question.machine.is_cpu:
         notes.append(f"activations are estimated, not measured: {ESTIMATE_MARGIN:.0%} of them is kept free")

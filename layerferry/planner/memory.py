@@ -129,7 +129,8 @@ def _planes(model: Model, specs: Mapping[str, PlaneSpec], home: frozenset[int]) 
         by_unit = unit_bytes(model, spec)
         there = sum(by_unit[index] for index in home)
         host.append(Item(what=_NAMES.get(kind, kind), place=HOST, num_bytes=sum(by_unit) - there))
-        device += there
+        at_home = unit_bytes(model, FP32_PLANE if kind == GRAD else spec)  # gradients are summed where they are read
+        device += sum(at_home[index] for index in home)
     if home:
         host.append(Item(what=f"all planes of {len(home)} of {len(model.units)} units", place=DEVICE, num_bytes=device))
     return tuple(host)
@@ -142,14 +143,18 @@ def unit_bytes(model: Model, spec: PlaneSpec) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def _sizes(
-    model: Model, num_slots: int, num_slabs: int, home: tuple[int, ...], specs: tuple[tuple[str, PlaneSpec], ...]
-) -> dict[bool, DeviceSizes]:
-    return device_sizes(model.units, Plan(num_slots=num_slots, num_slabs=num_slabs, on_device=home), dict(specs))
+def _sizes(model: Model, plan: Plan, specs: tuple[tuple[str, PlaneSpec], ...]) -> dict[bool, DeviceSizes]:
+    return device_sizes(model.units, plan, dict(specs))
 
 
 def _buffers(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan) -> tuple[Item, ...]:
-    sizes = _sizes(model, plan.num_slots, plan.num_slabs, plan.on_device, tuple(specs.items()))
+    bare = Plan(
+        num_slots=plan.num_slots,
+        num_slabs=plan.num_slabs,
+        on_device=plan.on_device,
+        resident_gradients=plan.resident_gradients,
+    )
+    sizes = _sizes(model, bare, tuple(specs.items()))
     layers, ends = sizes[True], sizes[False]
     return (
         Item(what=f"{layers.num_slots} layer slots", place=DEVICE, num_bytes=layers.num_slots * layers.slot_bytes),

@@ -131,6 +131,8 @@ def _choices(plan: Plan, pins: Pins) -> str:
 def _waves(plan: Plan) -> str:
     if plan.num_waves == 1:
         return "every weight travels up twice a step, every gradient down once"
+    if plan.resident_gradients:
+        return "gradients are summed @device and travel down once"
     return f"gradients are carried between waves in {'fp32' if plan.carry_fp32 or plan.fp32 else 'bf16'}"
 
 
@@ -185,13 +187,14 @@ def _seconds(plan: Plan, machine: Machine) -> str:
             machine.optimizer_s_per_param.source,
         ),
     ]
-    lines = [f"seconds a step {lanes.step:42.2f} s      between {lanes.overlapped:.2f} (lanes overlap) and {lanes.serial:.2f}"]
+    span = f"between {lanes.overlapped:.2f} (lanes overlap) and {lanes.serial:.2f}"
+    lines = [f"{'seconds a step':<26} {lanes.step:9.2f} s     {span}"]
     for name, value, rate, source in rows:
         limit = "  <- limits the step" if name == lanes.limit else ""
-        lines.append(f"  {name:<44} {value:9.2f} s     {f'at {rate} ({source})'}{limit}")
-    lines.append(f"  {'not hidden by any lane':<44} {lanes.exposed:9.2f} s")
+        lines.append(f"  {name:<24} {value:9.2f} s     {f'at {rate} ({source})'}{limit}")
+    lines.append(f"  {'not hidden by any lane':<24} {lanes.exposed:9.2f} s")
     tokens = plan.rows_per_step * plan.row_tokens
-    lines.append(f"  {'tokens a second':<44} {tokens / lanes.step:9,.0f}")
+    lines.append(f"  {'tokens a second':<24} {tokens / lanes.step:9,.0f}")
     return "\n".join(lines)
 
 

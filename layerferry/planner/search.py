@@ -1,7 +1,7 @@
 """The first plan that fits, in a stated order of preferences; what the user has pinned is kept as it is.
 
 Outermost first: enough buffers to hide the link (fewer only where nothing else fits), fewer waves (each carries gradients
-over the link again), a larger activation budget (less is computed twice), gradients carried between waves in fp32, the
+over the link again), a larger activation budget (less is computed twice), gradients carried between waves exactly, the
 preferred micro-batch (up to 32k tokens on CUDA, equal ones; the user's own rows on a CPU), larger chunks of logits. What the
 host has no room for lives @device, and so does in the end what the device has room for. Checked by
 ``tests/planner/test_choose.py``.
@@ -22,6 +22,9 @@ MOST_TOKENS = 32768
 """Of a micro-batch on CUDA: beyond, nothing gets faster."""
 CHUNKS = (8192, 4096, 2048, 1024, 512, 256)
 CPU_CHUNKS = (1024, 256)
+CARRIES = ((True, False), (False, True), (False, False))
+"""(resident_gradients, carry_fp32): between waves fp32 sums stay @device; or travel, in fp32 where the host has room; or travel
+with one bf16 rounding a wave."""
 BUFFERS = ((3, 2), (2, 1))
 """(layer slots, slabs): enough for upload, compute and download at once; the least that still overlaps anything."""
 
@@ -56,13 +59,14 @@ def candidates(question: Problem) -> Iterator[Plan]:
     chunks = CPU_CHUNKS if machine.is_cpu else CHUNKS
     if pins.activation_budget is not None:
         budgets = (pins.activation_budget,)
-    for (slots, slabs), waves, budget, carry_fp32, rows, chunk in product(
-        _buffer_choices(question), _wave_choices(question, min(rows_choices)), budgets, (True, False), rows_choices, chunks
+    for (slots, slabs), waves, budget, (resident, carry), rows, chunk in product(
+        _buffer_choices(question), _wave_choices(question, min(rows_choices)), budgets, CARRIES, rows_choices, chunks
     ):
-        if waves > -(-shape.rows_per_step // rows) or (carry_fp32 and (waves == 1 or question.fp32)):
+        if waves > -(-shape.rows_per_step // rows) or ((resident or carry) and waves == 1) or (carry and question.fp32):
             continue
         plan = replace(base, num_slots=slots, num_slabs=slabs, num_waves=waves, activation_budget=budget)
-        yield replace(plan, carry_fp32=carry_fp32, micro_batch_rows=rows, chunk_tokens=chunk)
+        plan = replace(plan, resident_gradients=resident, carry_fp32=carry)
+        yield replace(plan, micro_batch_rows=rows, chunk_tokens=chunk)
 
 
 def _buffer_choices(question: Problem) -> list[tuple[int, int]]:

@@ -39,9 +39,10 @@ def seconds(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Sha
     home = frozenset(plan.on_device)
     travelling = [unit for unit in model.units if unit.index not in home]
     grad_bytes = sum(unit_bytes(model, specs[GRAD])[unit.index] for unit in travelling)
-    upload_bytes = uploaded_bytes(model, plan, specs) + (plan.num_waves - 1) * grad_bytes
+    carried = 0 if plan.resident_gradients else plan.num_waves - 1
+    upload_bytes = uploaded_bytes(model, plan, specs) + carried * grad_bytes
     upload = upload_bytes / machine.upload_together_bytes_per_s.value
-    download = plan.num_waves * grad_bytes / machine.download_together_bytes_per_s.value
+    download = (carried + 1) * grad_bytes / machine.download_together_bytes_per_s.value
     optimizer = sum(unit.numel for unit in travelling) * machine.optimizer_s_per_param.value
     window = compute * FORWARD_SHARE / plan.num_waves
     exposed = max(optimizer - window, 0.0)

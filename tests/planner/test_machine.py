@@ -1,0 +1,75 @@
+"""The machine as a value, its cache of rates, and the probe's path on a machine without a device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from layerferry.backends.cpu import CpuBackend
+from layerferry.config import EngineConfig
+from layerferry.planner import probe as probe_module
+from layerferry.planner.host import host_limits
+from layerferry.planner.machine import RATES, cpu_name, default_rates, machine_for, rates_file, read_rates
+from layerferry.planner.probe import probe
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LAYERFERRY_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_what_was_never_measured_says_so() -> None:
+    found = machine_for(EngineConfig(device="cpu"), CpuBackend())
+    assert found.is_cpu and found.guessed
+    assert found.host_available == pytest.approx(host_limits()[0].num_bytes, rel=0.2)
+
+
+def test_overrides_replace_what_the_system_says() -> None:
+    found = machine_for(EngineConfig(host_memory=5, device_memory=7), CpuBackend())
+    assert (found.host_available, found.host_source) == (5, "host_memory")
+    assert (found.device_available, found.device_source) == (7, "device_memory")
+
+
+def test_defaults_name_their_device() -> None:
+    assert default_rates("NVIDIA H200", on_cpu=False)["matmul_flops_per_s"].source == "default for H200"
+    assert default_rates("NVIDIA H100 80GB HBM3", on_cpu=False)["matmul_flops_per_s"].source == "guess"
+    assert default_rates("an unknown device", on_cpu=False)["upload_bytes_per_s"].value > 0
+
+
+def test_a_probe_is_remembered_for_this_machine() -> None:
+    found = probe(EngineConfig(device="cpu"), quick=True)
+    assert all(getattr(found, name).source == "measured" and getattr(found, name).value > 0 for name in RATES)
+    assert "no CUDA device" in " ".join(found.notes)
+    again = machine_for(EngineConfig(device="cpu"), CpuBackend())
+    assert not again.guessed
+    assert again.optimizer_s_per_param.value == found.optimizer_s_per_param.value
+    assert json.loads(json.dumps(found.to_dict()))["rates"]["dram_bytes_per_s"]["source"] == "measured"
+    text = found.render()
+    assert max(len(line) for line in text.splitlines()) <= 100 and "ns per parameter" in text
+
+
+def test_what_cannot_be_measured_keeps_its_default_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(side: int) -> dict[str, float]:
+        raise RuntimeError("no luck")
+
+    monkeypatch.setattr(probe_module, "_matmul", fails)
+    found = probe(EngineConfig(device="cpu"), quick=True)
+    assert found.matmul_flops_per_s.source == "guess"
+    assert any("matrix products not measured (no luck)" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"matmul_flops_per_s": "much"}'])
+def test_a_damaged_cache_is_no_cache(content: str) -> None:
+    path = rates_file("some device")
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    assert read_rates("some device") is None
+
+
+def test_a_cpu_has_a_name_wherever_it_stands(tmp_path: Path) -> None:
+    (tmp_path / "info").write_text("processor : 0\nmodel name : A fine CPU\n")
+    assert cpu_name(tmp_path / "info") == "A fine CPU"
+    assert cpu_name(tmp_path / "none")

@@ -1,0 +1,19 @@
+"""docs/memory.md is what the planner says (all of it: ``python tools/render_memory.py --check``, too slow for every run)."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_is_what_the_planner_says() -> None:
+    spec = importlib.util.spec_from_file_location("render_memory", ROOT / "tools" / "render_memory.py")
+    assert spec is not None and spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    page = (ROOT / "docs" / "memory.md").read_text()
+    assert page.startswith(tool.HEAD)
+    assert tool.row("Qwen2.5-0.5B") in page
+    assert all(f"| {name} |" in page for name in tool.MODELS)

@@ -1,0 +1,143 @@
+"""Writes docs/memory.md from the planner: bytes of well-known models, from their shapes alone.
+
+    python tools/render_memory.py [--check]
+
+``--check`` writes nothing and fails where the page is not what the planner says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from layerferry.layout import GRAD, RESIDUE, WEIGHT
+from layerferry.models.build import build_on_meta
+from layerferry.models.skeleton import Skeleton
+from layerferry.optim.adamw import AdamW
+from layerferry.optim.base import EXP_AVG, EXP_AVG_SQ
+from layerferry.optim.decay import decays
+from layerferry.optim.reference import ReferenceKernels
+from layerferry.plan import GIB, Plan
+from layerferry.planner.facts import Model
+from layerferry.planner.memory import DEVICE, Shape, items, unit_bytes
+from layerferry.store.store import plane_specs
+
+PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
+ROW_TOKENS, ROWS, MICRO_BATCH_ROWS = 1024, 128, 16
+
+_MOE = {"moe_intermediate_size": 768, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8}
+MODELS: dict[str, tuple[Any, ...]] = {
+    "Qwen2.5-0.5B": ("qwen2", 896, 4864, 24, 14, 2, 151936, True),
+    "Qwen2.5-3B": ("qwen2", 2048, 11008, 36, 16, 2, 151936, True),
+    "Qwen2.5-7B": ("qwen2", 3584, 18944, 28, 28, 4, 152064, False),
+    "Qwen2.5-14B": ("qwen2", 5120, 13824, 48, 40, 8, 152064, False),
+    "Qwen2.5-32B": ("qwen2", 5120, 27648, 64, 40, 8, 152064, False),
+    "Qwen2.5-72B": ("qwen2", 8192, 29568, 80, 64, 8, 152064, False),
+    "Llama-3.1-8B": ("llama", 4096, 14336, 32, 32, 8, 128256, False),
+    "Qwen3-30B-A3B": ("qwen3_moe", 2048, 6144, 48, 32, 4, 151936, False, _MOE),
+}
+"""Published shapes: type, hidden, intermediate, layers, heads, key-value heads, vocabulary, tied, the rest."""
+FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+
+HEAD = f"""# Memory
+
+This page is written by `tools/render_memory.py` from the planner, and a test holds the planner to the bytes that are
+really allocated. `layerferry plan CONFIG.yaml` prints the same for your model, rows and machine.
+
+## Host: 14 bytes a parameter
+
+Everything that outlives a step is in host memory, in one flat vector (a *plane*) per kind and unit. A parameter's fp32
+master is two planes: the upper half is the bf16 weight that is uploaded, the lower half its remainder.
+
+| plane | bytes a parameter |
+|---|---|
+| weight (bf16, upper half of the master; pinned) | 2 |
+| residue (int16, lower half of the master) | 2 |
+| gradient (bf16; pinned) | 2 |
+| exp_avg (fp32) | 4 |
+| exp_avg_sq (fp32) | 4 |
+| **all** | **14** |
+
+Several waves can carry the gradient in fp32 (`carry_fp32`): 16 bytes. A unit that lives on the device keeps the same planes
+there, with a gradient of 4 bytes. Padding (every parameter starts at a multiple of 256 bytes) is in the numbers below.
+
+## Device: a few layers and what is kept of the activations
+
+{ROWS} rows of {ROW_TOKENS} tokens a step in micro-batches of {MICRO_BATCH_ROWS} rows, everything streamed in one wave,
+compiled layers, activation budget 0 (inputs only). Buffers are exact: three layer slots, two slabs, a slot and a slab for
+embedding and head, and fp32 accumulators. Activations are the planner's estimate; on a device they are measured before the
+plan is made.
+
+"""
+
+
+TITLES = (
+    "model",
+    "parameters",
+    "host GiB",
+    "weights",
+    "residues",
+    "gradients",
+    "moments",
+    "B/param",
+    "device buffers GiB",
+    "kept",
+    "working set",
+    "device GiB",
+)
+
+
+def row(name: str) -> str:
+    """One model's line of the table."""
+    specs = plane_specs(AdamW(kernels=ReferenceKernels()).state_planes)
+    plan = Plan(compile=True, activation_budget=0.0, micro_batch_rows=MICRO_BATCH_ROWS, rows_per_step=ROWS, row_tokens=ROW_TOKENS)
+    model = Model.of(skeleton(name))
+    planes = {plane: sum(unit_bytes(model, spec)) for plane, spec in specs.items()}
+    shape = Shape(row_tokens=ROW_TOKENS, rows_per_step=ROWS, fused_head=True)
+    device = {item.what: item.num_bytes for item in items(model, specs, plan, shape) if item.place == DEVICE}
+    buffers = sum(n for what, n in device.items() if any(word in what for word in ("slot", "slab", "accumulators")))
+    working = sum(n for what, n in device.items() if what.startswith("working set"))
+    total, host = sum(device.values()), sum(planes.values())
+    state = [host, planes[WEIGHT], planes[RESIDUE], planes[GRAD], planes[EXP_AVG] + planes[EXP_AVG_SQ]]
+    cells = [name, f"{model.num_params / 1e9:.2f}B", *(f"{n / GIB:.1f}" for n in state), f"{host / model.num_params:.2f}"]
+    cells += [f"{n / GIB:.1f}" for n in (buffers, total - buffers - working, working, total)]
+    return f"| {' | '.join(cells)} |"
+
+
+def skeleton(name: str) -> Skeleton:
+    from transformers import CONFIG_MAPPING
+
+    kind, *values = MODELS[name]
+    sizes = dict(zip(FIELDS, values, strict=False)) | (values[-1] if isinstance(values[-1], dict) else {})
+    model = build_on_meta(CONFIG_MAPPING[kind](**sizes), dtype=torch.bfloat16, attention="sdpa")
+    return Skeleton(model, decays=decays, device=torch.device("cpu"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    lines = [f"| {' | '.join(TITLES)} |", "|" + "---|" * len(TITLES), *map(row, MODELS)]
+    page = HEAD + "\n".join(lines) + "\n"
+    if not parser.parse_args().check:
+        PAGE.write_text(page)
+        return 0
+    if PAGE.read_text() != page:
+        print(f"{PAGE} is not what the planner says: run tools/render_memory.py", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
