@@ -16,19 +16,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 32, "vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True,
     },
     "qwen2.5-1.5b": {
-        "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
-        "num_key_value_heads": 2, **QWEN25, "vocab_size": 151936, "tie_word_embeddings": True,
+        "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+        "num_attention_heads": 12, "num_key_value_heads": 2, **QWEN25, "vocab_size": 151936, "tie_word_embeddings": True,
     },
     "qwen2.5-3b": {
-        "model_type": "qwen2", "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
+        "model_type": "qwen2", "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+        "num_attention_heads": 16,
         "num_key_value_heads": 2, **QWEN25, "vocab_size": 151936, "tie_word_embeddings": True,
     },
     "qwen2.5-7b": {
-        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28,
         "num_key_value_heads": 4, **QWEN25,
     },
     "qwen2.5-14b": {
-        "model_type": "qwen2", "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48, "num_attention_heads": 40,
+        "model_type": "qwen2", "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48,
+        "num_attention_heads": 40,
         "num_key_value_heads": 8, **QWEN25,
     },
 }  # fmt: skip

@@ -83,8 +83,12 @@ class Backend(Protocol):
         """Seed the generators that layers draw from (dropout, sampling routers)."""
         ...
 
-    def idle_s(self) -> float:
-        """Seconds that the compute lane has waited on other lanes since the last call; 0 where that is not measured."""
+    def waiting(self, cause: str) -> AbstractContextManager[None]:
+        """Time that the compute lane stands still while the caller is inside, blocked or not, is booked under ``cause``."""
+        ...
+
+    def idle_s(self) -> dict[str, float]:
+        """Seconds booked by ``waiting`` since the last call, by cause; empty where that is not measured."""
         ...
 
     def synchronize(self) -> None:

@@ -58,8 +58,11 @@ class CpuBackend:
     def seed(self, value: int) -> None:
         torch.default_generator.manual_seed(value)
 
-    def idle_s(self) -> float:
-        return 0.0
+    def waiting(self, cause: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def idle_s(self) -> dict[str, float]:
+        return {}
 
     def synchronize(self) -> None:
         return None

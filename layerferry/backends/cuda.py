@@ -12,8 +12,8 @@ import logging
 import mmap
 import time
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ class CudaBackend:
             Lane.COMPUTE: torch.cuda.current_stream(self.device),
             Lane.DOWNLOAD: torch.cuda.Stream(self.device),  # type: ignore[no-untyped-call]
         }
-        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._waits: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._can_pin = True
 
     # ---------------------------------------------------------------- memory
@@ -112,15 +112,7 @@ class CudaBackend:
         if isinstance(fence, HostFence):
             return
         assert isinstance(fence, CudaFence)
-        if lane is not Lane.COMPUTE:
-            self._streams[lane].wait_event(fence.event)
-            return
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        stream = self._streams[lane]
-        before.record(stream)
-        stream.wait_event(fence.event)
-        after.record(stream)
-        self._waits.append((before, after))
+        self._streams[lane].wait_event(fence.event)
 
     def touch(self, lane: Lane, *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         return None
@@ -144,12 +136,21 @@ class CudaBackend:
 
     # ---------------------------------------------------------------- measurements
 
-    def idle_s(self) -> float:
+    @contextmanager
+    def waiting(self, cause: str) -> Iterator[None]:
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        before.record(self._streams[Lane.COMPUTE])
+        yield
+        after.record(self._streams[Lane.COMPUTE])
+        self._waits.append((cause, before, after))
+
+    def idle_s(self) -> dict[str, float]:
         waits, self._waits = self._waits, []
-        if not waits:
-            return 0.0
-        waits[-1][1].synchronize()
-        return float(sum(before.elapsed_time(after) for before, after in waits)) / 1e3
+        idle: dict[str, float] = {}
+        for cause, before, after in waits:
+            after.synchronize()
+            idle[cause] = idle.get(cause, 0.0) + before.elapsed_time(after) / 1e3
+        return idle
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

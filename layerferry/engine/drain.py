@@ -3,13 +3,15 @@
 ``with drain(unit) as accumulator`` gives a zeroed fp32 plane on the device; micro-batches add into it. On leaving it is
 rounded once into a slab of the gradient plane's dtypes, the norm of exactly those bytes is taken (no extra pass over host
 memory), and the slab travels down while the next unit computes. In the second and later waves of a step the accumulator
-starts from the gradient already @host.
+starts from the gradient already @host, which is brought back one unit ahead of its use (``expect``).
 
 TRAP: a parameter that got no gradient still owns its span and sends zeros (tests/engine/test_drain.py).
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,20 +39,22 @@ class SlabPool:
     keeps = False
     """Whether an accumulator holds its sum from wave to wave."""
 
-    def __init__(self, backend: Backend, *, num_slabs: int, slab_bytes: int, accumulator_bytes: int) -> None:
+    def __init__(self, backend: Backend, *, num_slabs: int, num_landings: int, slab_bytes: int, accumulator_bytes: int) -> None:
         self._accumulator = backend.device_buffer(accumulator_bytes)
-        self._slabs = [Slab(backend.device_buffer(slab_bytes)) for _ in range(num_slabs)]
-        self._next = 0
+        self._leaving = itertools.cycle([Slab(backend.device_buffer(slab_bytes)) for _ in range(num_slabs)])
+        self._landing = itertools.cycle([Slab(backend.device_buffer(slab_bytes)) for _ in range(num_landings)])
 
     def accumulator(self, unit: Unit) -> Tensor:
         """[>= accumulator_bytes] uint8 @device: where the gradient of ``unit`` is summed in fp32."""
         return self._accumulator
 
-    def take(self) -> Slab:
-        """The slab for the next gradient."""
-        slab = self._slabs[self._next]
-        self._next = (self._next + 1) % len(self._slabs)
-        return slab
+    def leaving(self) -> Slab:
+        """The slab that the next gradient leaves from."""
+        return next(self._leaving)
+
+    def landing(self) -> Slab:
+        """The slab that the next carried gradient lands in."""
+        return next(self._landing)
 
 
 class ResidentAccumulators(SlabPool):
@@ -59,7 +63,7 @@ class ResidentAccumulators(SlabPool):
     keeps = True
 
     def __init__(self, backend: Backend, units: Iterable[Unit], *, num_slabs: int, slab_bytes: int) -> None:
-        super().__init__(backend, num_slabs=num_slabs, slab_bytes=slab_bytes, accumulator_bytes=0)
+        super().__init__(backend, num_slabs=num_slabs, num_landings=0, slab_bytes=slab_bytes, accumulator_bytes=0)
         self._own = {unit.index: backend.device_buffer(unit.layout.bytes(FP32_PLANE)) for unit in units}
 
     def accumulator(self, unit: Unit) -> Tensor:
@@ -72,7 +76,7 @@ class HomeAccumulators(SlabPool):
     keeps = True
 
     def __init__(self, backend: Backend, store: Store) -> None:
-        super().__init__(backend, num_slabs=0, slab_bytes=0, accumulator_bytes=0)
+        super().__init__(backend, num_slabs=0, num_landings=0, slab_bytes=0, accumulator_bytes=0)
         self._store = store
 
     def accumulator(self, unit: Unit) -> Tensor:
@@ -91,6 +95,14 @@ class Drain:
         self.norms: dict[int, Tensor] = {}
         """Unit index -> 2-norm [] fp32 @device of the gradient as the optimizer will read it."""
         self.drained_bytes = 0
+        self._expected: deque[Unit] = deque()
+        self._landed: dict[int, tuple[Slab, Fence]] = {}
+
+    def expect(self, units: Iterable[Unit]) -> None:
+        """These gradients will be carried on, in this order: the first is on its way when this returns."""
+        self._expected = deque(unit for unit in units if not self._pool_of[unit.index].keeps)
+        self._landed.clear()
+        self._bring_next()
 
     @contextmanager
     def __call__(self, unit: Unit, *, carry: bool = False) -> Iterator[Plane]:
@@ -102,7 +114,7 @@ class Drain:
         if not carry:
             accumulator.buffer.zero_()
         elif not pool.keeps:
-            self._fetch_back(unit, pool, accumulator)
+            self._take_up(unit, accumulator)
         yield accumulator
         if unit.index in self._store.on_device:
             self._settle_at_home(unit, accumulator)
@@ -117,23 +129,33 @@ class Drain:
             self.norms[unit.index] = _norm(accumulator)
         self.drained[unit.index] = self._backend.record(Lane.COMPUTE)
 
-    def _fetch_back(self, unit: Unit, pool: SlabPool, accumulator: Plane) -> None:
-        slab, grad = pool.take(), self._store.plane(unit, GRAD)
-        landed = Plane(unit.layout, grad.spec, slab.buffer)
+    def _bring_next(self) -> None:
+        if not self._expected:
+            return
+        unit = self._expected.popleft()
+        slab, grad = self._pool_of[unit.index].landing(), self._store.plane(unit, GRAD)
         if slab.free is not None:
             self._backend.wait(Lane.UPLOAD, slab.free)
         self._backend.wait(Lane.UPLOAD, self.drained[unit.index])
-        self._backend.copy(Lane.UPLOAD, landed.buffer, grad.buffer)
-        self._backend.wait(Lane.COMPUTE, self._backend.record(Lane.UPLOAD))
+        self._backend.copy(Lane.UPLOAD, slab.buffer[: grad.buffer.numel()], grad.buffer)
+        self._landed[unit.index] = (slab, self._backend.record(Lane.UPLOAD))
+
+    def _take_up(self, unit: Unit, accumulator: Plane) -> None:
+        slab, arrival = self._landed.pop(unit.index)
+        with self._backend.waiting("link"):
+            self._backend.wait(Lane.COMPUTE, arrival)
         self._backend.touch(Lane.COMPUTE, reads=[slab.buffer])
+        landed = Plane(unit.layout, self._store.plane(unit, GRAD).spec, slab.buffer)
         for section, values in landed.sections.items():
             accumulator.sections[section].copy_(values)
         slab.free = self._backend.record(Lane.COMPUTE)
+        self._bring_next()
 
     def _send(self, unit: Unit, pool: SlabPool, accumulator: Plane) -> None:
-        slab, grad = pool.take(), self._store.plane(unit, GRAD)
+        slab, grad = pool.leaving(), self._store.plane(unit, GRAD)
         if slab.free is not None:
-            self._backend.wait(Lane.COMPUTE, slab.free)
+            with self._backend.waiting("link"):
+                self._backend.wait(Lane.COMPUTE, slab.free)
         self._backend.touch(Lane.COMPUTE, writes=[slab.buffer])
         leaving = Plane(unit.layout, grad.spec, slab.buffer)
         for section, values in leaving.sections.items():

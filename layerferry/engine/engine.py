@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,10 @@ class StepReport:
     skipped: bool
     """The loss or norm was not finite: nothing was updated, and neither step number nor schedule should advance."""
     seconds: float
-    idle_s: float
-    """Seconds that compute waited for uploads (0 where not measured)."""
+    exposed_optimizer_s: float
+    """Seconds that compute stood still for a pending update (0 where not measured)."""
+    exposed_link_s: float
+    """Seconds that compute stood still for a copy (0 where not measured)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +118,7 @@ class Engine:
         denominator = objective.denominator(micro_batches)
         report = _Counts(sum(m.num_targets for m in micro_batches), sum(m.num_tokens for m in micro_batches))
         if not denominator:
-            return report.report(loss=math.nan, norm=math.nan, skipped=True, begin=begin, idle_s=0.0)
+            return report.report(loss=math.nan, norm=math.nan, skipped=True, begin=begin, idle={})
         loss = torch.zeros((), device=self.backend.device)
         router_loss = RouterLoss.of(self.skeleton.balance, micro_batches)
         step_seed = seed_of(self._seed, self.num_steps)
@@ -138,11 +140,11 @@ class Engine:
         loss_value, norm_value = self._read(loss, self.drain.norms)
         if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
             self.feed.forget(stale=False)
-            return report.report(loss=loss_value, norm=norm_value, skipped=True, begin=begin, idle_s=self.backend.idle_s())
+            return report.report(loss=loss_value, norm=norm_value, skipped=True, begin=begin, idle=self.backend.idle_s())
         limit = self.max_grad_norm if max_grad_norm is None else max_grad_norm
         self._defer(StepHyper(lr=lr, step=self.num_steps + 1, grad_scale=clip_coefficient(norm_value, limit)))
         self.num_steps += 1
-        return report.report(loss=loss_value, norm=norm_value, skipped=False, begin=begin, idle_s=self.backend.idle_s())
+        return report.report(loss=loss_value, norm=norm_value, skipped=False, begin=begin, idle=self.backend.idle_s())
 
     def _read(self, loss: Tensor, norms: dict[int, Tensor]) -> tuple[float, float]:
         """The one host synchronisation of a step: loss and global norm."""
@@ -204,7 +206,7 @@ class _Counts:
     num_targets: int
     num_tokens: int
 
-    def report(self, *, loss: float, norm: float, skipped: bool, begin: float, idle_s: float) -> StepReport:
+    def report(self, *, loss: float, norm: float, skipped: bool, begin: float, idle: Mapping[str, float]) -> StepReport:
         return StepReport(
             loss=loss,
             grad_norm=norm,
@@ -212,7 +214,8 @@ class _Counts:
             num_tokens=self.num_tokens,
             skipped=skipped,
             seconds=time.perf_counter() - begin,
-            idle_s=idle_s,
+            exposed_optimizer_s=idle.get("optimizer", 0.0),
+            exposed_link_s=idle.get("link", 0.0),
         )
 
 

@@ -117,7 +117,8 @@ class Feed:
             self._unforeseen(pool, unit)
         _, slot = pool.assigned.popleft()
         assert slot.arrival is not None
-        self._backend.wait(Lane.COMPUTE, slot.arrival.result())
+        with self._backend.waiting("link" if slot.arrival.done() else "optimizer"):
+            self._backend.wait(Lane.COMPUTE, slot.arrival.result())
         self._backend.touch(Lane.COMPUTE, reads=[slot.buffer])
         try:
             yield slot

@@ -31,6 +31,7 @@ def slab_pools(store: Store, sizes: Mapping[bool, DeviceSizes], backend: Backend
             shared = SlabPool(
                 backend,
                 num_slabs=size.num_slabs,
+                num_landings=size.num_landings,
                 slab_bytes=size.slab_bytes,
                 accumulator_bytes=size.accumulator_bytes,
             )

@@ -20,16 +20,19 @@ class DeviceSizes:
     """Of the shared accumulator; with resident gradients, of all of them together."""
     num_slots: int
     num_slabs: int
+    num_landings: int
+    """Slabs that carried gradients come back to."""
 
     @property
     def total(self) -> int:
-        return self.num_slots * self.slot_bytes + self.num_slabs * self.slab_bytes + self.accumulator_bytes
+        return self.num_slots * self.slot_bytes + (self.num_slabs + self.num_landings) * self.slab_bytes + self.accumulator_bytes
 
 
 def device_sizes(units: Sequence[Unit], plan: Plan, specs: Mapping[str, PlaneSpec]) -> dict[bool, DeviceSizes]:
     """Sizes by ``unit.is_layer``."""
     sizes = {}
     home = set(plan.on_device)
+    carried = plan.num_waves > 1 and not plan.resident_gradients
     for kind in (True, False):
         of_kind = [unit for unit in units if unit.is_layer is kind]
         travelling = [unit.layout for unit in of_kind if unit.index not in home]
@@ -41,5 +44,6 @@ def device_sizes(units: Sequence[Unit], plan: Plan, specs: Mapping[str, PlaneSpe
             ),
             num_slots=(plan.num_slots if kind else 1) if travelling else 0,
             num_slabs=(plan.num_slabs if kind else 1) if travelling else 0,
+            num_landings=(2 if kind else 1) if carried and travelling else 0,
         )
     return sizes

@@ -85,6 +85,8 @@ class Sweep:
         for index, unit in enumerate(layers):
             self._layer_forward(unit, index, passes, tape, step_seed)
         tied = skeleton.epilogue_unit is skeleton.prologue_unit
+        if carry:
+            self.drain.expect([skeleton.epilogue_unit, *reversed(layers), *([] if tied else [skeleton.prologue_unit])])
         with ExitStack() as whole_backward:
             # TRAP: a tied unit's gradient has two shares; its norm is that of the sum (tests/engine/test_engine.py)
             ends = whole_backward.enter_context(self.drain(skeleton.epilogue_unit, carry=carry)) if tied else None

@@ -49,7 +49,8 @@ class FakeEngine:
             num_tokens=sum(m.num_tokens for m in micro_batches),
             skipped=loss is None,
             seconds=0.1,
-            idle_s=0.0,
+            exposed_optimizer_s=0.0,
+            exposed_link_s=0.0,
         )
 
     def evaluate(self, micro_batches: Any, objective: Any = None) -> EvalReport:
