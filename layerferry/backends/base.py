@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,14 @@ class Fence(Protocol):
 
     def synchronize(self) -> None:
         """Block the calling thread until the fence is passed."""
+        ...
+
+
+class Mark(Protocol):
+    """A moment in a lane, readable once the lane has passed it."""
+
+    def since(self, other: Any) -> float:
+        """Seconds from ``other``, a mark of the same backend and kind of lane, to this one."""
         ...
 
 
@@ -83,12 +91,8 @@ class Backend(Protocol):
         """Seed the generators that layers draw from (dropout, sampling routers)."""
         ...
 
-    def waiting(self, cause: str) -> AbstractContextManager[None]:
-        """Time that the compute lane stands still while the caller is inside, blocked or not, is booked under ``cause``."""
-        ...
-
-    def idle_s(self) -> dict[str, float]:
-        """Seconds booked by ``waiting`` since the last call, by cause; empty where that is not measured."""
+    def mark(self, lane: Lane) -> Mark:
+        """A moment in ``lane``: when everything queued so far has run."""
         ...
 
     def synchronize(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +20,16 @@ class PassedFence:
 
     def synchronize(self) -> None:
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class HostMark:
+    """A moment on the host's clock."""
+
+    seconds: float
+
+    def since(self, other: HostMark) -> float:
+        return self.seconds - other.seconds
 
 
 class CpuBackend:
@@ -58,11 +70,8 @@ class CpuBackend:
     def seed(self, value: int) -> None:
         torch.default_generator.manual_seed(value)
 
-    def waiting(self, cause: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def idle_s(self) -> dict[str, float]:
-        return {}
+    def mark(self, lane: Lane) -> HostMark:
+        return HostMark(time.perf_counter())
 
     def synchronize(self) -> None:
         return None

@@ -12,14 +12,15 @@ import logging
 import mmap
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerferry.backends.base import Fence, Lane
+from layerferry.backends.cpu import HostMark
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,19 @@ class CudaFence:
 
     def synchronize(self) -> None:
         self.event.synchronize()
+
+
+class CudaMark:
+    """A timed event on a stream."""
+
+    __slots__ = ("event",)
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def since(self, other: CudaMark) -> float:
+        self.event.synchronize()
+        return float(other.event.elapsed_time(self.event)) / 1e3
 
 
 class HostFence:
@@ -58,7 +72,6 @@ class CudaBackend:
             Lane.COMPUTE: torch.cuda.current_stream(self.device),
             Lane.DOWNLOAD: torch.cuda.Stream(self.device),  # type: ignore[no-untyped-call]
         }
-        self._waits: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._can_pin = True
 
     # ---------------------------------------------------------------- memory
@@ -136,21 +149,12 @@ class CudaBackend:
 
     # ---------------------------------------------------------------- measurements
 
-    @contextmanager
-    def waiting(self, cause: str) -> Iterator[None]:
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        before.record(self._streams[Lane.COMPUTE])
-        yield
-        after.record(self._streams[Lane.COMPUTE])
-        self._waits.append((cause, before, after))
-
-    def idle_s(self) -> dict[str, float]:
-        waits, self._waits = self._waits, []
-        idle: dict[str, float] = {}
-        for cause, before, after in waits:
-            after.synchronize()
-            idle[cause] = idle.get(cause, 0.0) + before.elapsed_time(after) / 1e3
-        return idle
+    def mark(self, lane: Lane) -> HostMark | CudaMark:
+        if lane is Lane.HOST:
+            return HostMark(time.perf_counter())
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._streams[lane])
+        return CudaMark(event)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

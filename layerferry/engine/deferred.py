@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from layerferry.backends.base import Backend, Fence, Lane
+from layerferry.engine.clock import Clock
 from layerferry.optim.base import Optimizer, StepHyper
 from layerferry.store.store import Store
 from layerferry.units import Unit
@@ -22,8 +23,8 @@ from layerferry.units import Unit
 class DeferredSteps:
     """Owns the worker. Between ``defer`` and completion the worker alone writes a unit's planes."""
 
-    def __init__(self, store: Store, optimizer: Optimizer, backend: Backend, *, threads: int) -> None:
-        self._store, self._optimizer, self._backend, self._threads = store, optimizer, backend, threads
+    def __init__(self, store: Store, optimizer: Optimizer, backend: Backend, clock: Clock, *, threads: int) -> None:
+        self._store, self._optimizer, self._backend, self._clock, self._threads = store, optimizer, backend, clock, threads
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer")
         self._ready: dict[int, Future[Fence]] = {}
         self.busy_s = 0.0
@@ -37,7 +38,8 @@ class DeferredSteps:
         for unit in units:
             if unit.index in self._store.on_device:
                 self._backend.touch(Lane.COMPUTE, writes=[p.buffer for p in self._store.planes(unit).values()])
-                self._optimizer.step(self._store.planes(unit), unit.layout, hyper, self._threads)
+                with self._clock.span(Lane.COMPUTE, f"step {unit.name}"):
+                    self._optimizer.step(self._store.planes(unit), unit.layout, hyper, self._threads)
                 continue
             self._ready[unit.index] = self._worker.submit(self._step, unit, hyper, drained[unit.index])
 
@@ -46,7 +48,8 @@ class DeferredSteps:
         begin = time.perf_counter()
         planes = self._store.planes(unit)
         self._backend.touch(Lane.HOST, writes=[plane.buffer for plane in planes.values()])
-        self._optimizer.step(planes, unit.layout, hyper, self._threads)
+        with self._clock.span(Lane.HOST, unit.name):
+            self._optimizer.step(planes, unit.layout, hyper, self._threads)
         self.busy_s += time.perf_counter() - begin
         return self._backend.record(Lane.HOST)
 

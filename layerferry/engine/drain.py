@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from layerferry.backends.base import Backend, Fence, Lane
+from layerferry.engine.clock import Clock
 from layerferry.layout import FP32_PLANE, GRAD, Plane
 from layerferry.store.store import Store
 from layerferry.units import Unit
@@ -86,8 +87,8 @@ class HomeAccumulators(SlabPool):
 class Drain:
     """Owns accumulators and slabs. ``drained`` and ``norms`` speak of the step's last wave."""
 
-    def __init__(self, backend: Backend, store: Store, pool_of: dict[int, SlabPool]) -> None:
-        self._backend, self._store, self._pool_of = backend, store, pool_of
+    def __init__(self, backend: Backend, clock: Clock, store: Store, pool_of: dict[int, SlabPool]) -> None:
+        self._backend, self._clock, self._store, self._pool_of = backend, clock, store, pool_of
         self.last_wave = True
         """Set by the engine before a wave: sums that stay @device leave it with the last one."""
         self.drained: dict[int, Fence] = {}
@@ -137,12 +138,13 @@ class Drain:
         if slab.free is not None:
             self._backend.wait(Lane.UPLOAD, slab.free)
         self._backend.wait(Lane.UPLOAD, self.drained[unit.index])
-        self._backend.copy(Lane.UPLOAD, slab.buffer[: grad.buffer.numel()], grad.buffer)
+        with self._clock.span(Lane.UPLOAD, f"{unit.name} gradient"):
+            self._backend.copy(Lane.UPLOAD, slab.buffer[: grad.buffer.numel()], grad.buffer)
         self._landed[unit.index] = (slab, self._backend.record(Lane.UPLOAD))
 
     def _take_up(self, unit: Unit, accumulator: Plane) -> None:
         slab, arrival = self._landed.pop(unit.index)
-        with self._backend.waiting("link"):
+        with self._clock.waiting("link"):
             self._backend.wait(Lane.COMPUTE, arrival)
         self._backend.touch(Lane.COMPUTE, reads=[slab.buffer])
         landed = Plane(unit.layout, self._store.plane(unit, GRAD).spec, slab.buffer)
@@ -154,7 +156,7 @@ class Drain:
     def _send(self, unit: Unit, pool: SlabPool, accumulator: Plane) -> None:
         slab, grad = pool.leaving(), self._store.plane(unit, GRAD)
         if slab.free is not None:
-            with self._backend.waiting("link"):
+            with self._clock.waiting("link"):
                 self._backend.wait(Lane.COMPUTE, slab.free)
         self._backend.touch(Lane.COMPUTE, writes=[slab.buffer])
         leaving = Plane(unit.layout, grad.spec, slab.buffer)
@@ -162,7 +164,8 @@ class Drain:
             values.copy_(accumulator.sections[section])
         self.norms[unit.index] = _norm(leaving)
         self._backend.wait(Lane.DOWNLOAD, self._backend.record(Lane.COMPUTE))
-        self._backend.copy(Lane.DOWNLOAD, grad.buffer, leaving.buffer)
+        with self._clock.span(Lane.DOWNLOAD, unit.name):
+            self._backend.copy(Lane.DOWNLOAD, grad.buffer, leaving.buffer)
         self.drained[unit.index] = slab.free = self._backend.record(Lane.DOWNLOAD)
         self.drained_bytes += grad.buffer.numel()
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from layerferry.backends.base import Backend, Fence
 from layerferry.engine.batch import MicroBatch
+from layerferry.engine.clock import Clock
 from layerferry.engine.compiled import preparer
 from layerferry.engine.deferred import DeferredSteps
 from layerferry.engine.drain import Drain
@@ -88,10 +89,11 @@ class Engine:
         self._seed = seed
         self._default_objective = CrossEntropy()
         sizes = device_sizes(store.units, plan, store.specs)
-        self.deferred = DeferredSteps(store, optimizer, backend, threads=plan.optimizer_threads)
+        self.clock = Clock(backend)
+        self.deferred = DeferredSteps(store, optimizer, backend, self.clock, threads=plan.optimizer_threads)
         slots = slot_pools(store, sizes, backend)
-        self.feed = Feed(backend, store, self.deferred, slots)
-        self.drain = Drain(backend, store, slab_pools(store, sizes, backend, resident=plan.resident_gradients))
+        self.feed = Feed(backend, self.clock, store, self.deferred, slots)
+        self.drain = Drain(backend, self.clock, store, slab_pools(store, sizes, backend, resident=plan.resident_gradients))
         self._slots = [slot for pool in set(slots.values()) for slot in pool.slots]
         self._sweep = Sweep(
             skeleton, backend, self.feed, self.drain, Templates(skeleton, preparer(plan)), plan.chunk_tokens, IsolationCheck()
@@ -140,11 +142,11 @@ class Engine:
         loss_value, norm_value = self._read(loss, self.drain.norms)
         if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
             self.feed.forget(stale=False)
-            return report.report(loss=loss_value, norm=norm_value, skipped=True, begin=begin, idle=self.backend.idle_s())
+            return report.report(loss=loss_value, norm=norm_value, skipped=True, begin=begin, idle=self.clock.take_waits())
         limit = self.max_grad_norm if max_grad_norm is None else max_grad_norm
         self._defer(StepHyper(lr=lr, step=self.num_steps + 1, grad_scale=clip_coefficient(norm_value, limit)))
         self.num_steps += 1
-        return report.report(loss=loss_value, norm=norm_value, skipped=False, begin=begin, idle=self.backend.idle_s())
+        return report.report(loss=loss_value, norm=norm_value, skipped=False, begin=begin, idle=self.clock.take_waits())
 
     def _read(self, loss: Tensor, norms: dict[int, Tensor]) -> tuple[float, float]:
         """The one host synchronisation of a step: loss and global norm."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from layerferry.backends.base import Backend, Fence, Lane
+from layerferry.engine.clock import Clock
 from layerferry.engine.deferred import DeferredSteps
 from layerferry.layout import WEIGHT
 from layerferry.store.store import Store
@@ -83,8 +84,10 @@ class HomePool(SlotPool):
 class Feed:
     """Owns the slots. All calls come from the thread that runs the sweeps."""
 
-    def __init__(self, backend: Backend, store: Store, deferred: DeferredSteps, pool_of: dict[int, SlotPool]) -> None:
-        self._backend, self._store, self._deferred, self._pool_of = backend, store, deferred, pool_of
+    def __init__(
+        self, backend: Backend, clock: Clock, store: Store, deferred: DeferredSteps, pool_of: dict[int, SlotPool]
+    ) -> None:
+        self._backend, self._clock, self._store, self._deferred, self._pool_of = backend, clock, store, deferred, pool_of
         self._uses = 0
         self.uploaded_bytes = 0
 
@@ -117,11 +120,12 @@ class Feed:
             self._unforeseen(pool, unit)
         _, slot = pool.assigned.popleft()
         assert slot.arrival is not None
-        with self._backend.waiting("link" if slot.arrival.done() else "optimizer"):
+        with self._clock.waiting("link" if slot.arrival.done() else "optimizer"):
             self._backend.wait(Lane.COMPUTE, slot.arrival.result())
         self._backend.touch(Lane.COMPUTE, reads=[slot.buffer])
         try:
-            yield slot
+            with self._clock.span(Lane.COMPUTE, unit.name):
+                yield slot
         finally:
             slot.released = self._backend.record(Lane.COMPUTE)
             slot.claims -= 1
@@ -169,7 +173,8 @@ class Feed:
                 self._backend.wait(Lane.UPLOAD, update.result())
                 if released is not None:
                     self._backend.wait(Lane.UPLOAD, released)
-                self._backend.copy(Lane.UPLOAD, target, source)
+                with self._clock.span(Lane.UPLOAD, unit.name):
+                    self._backend.copy(Lane.UPLOAD, target, source)
                 self.uploaded_bytes += source.numel()
                 arrival.set_result(self._backend.record(Lane.UPLOAD))
             except BaseException as error:
