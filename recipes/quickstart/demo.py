@@ -29,7 +29,7 @@ QUESTIONS = (
     "What is the capital of France?",
     "What language is spoken in Brazil?",
 )
-ANSWER_TOKENS = 40
+ANSWER_TOKENS = 32
 
 
 def main() -> int:
@@ -81,15 +81,17 @@ def answers(folder: Path) -> list[str]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    said = []
-    for question in QUESTIONS:
-        turns = [{"role": "user", "content": question}]
-        prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        output = model.generate(**prompt, max_new_tokens=ANSWER_TOKENS, do_sample=False)
-        said.append(tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip())
-    return said
+    turns = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    prompts = tokenizer.apply_chat_template(
+        turns, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    )
+    output = model.generate(**prompts, max_new_tokens=ANSWER_TOKENS, do_sample=False)
+    written = output[:, prompts["input_ids"].shape[1] :]
+    said = tokenizer.batch_decode(written, skip_special_tokens=True)
+    cut = (written[:, -1] != tokenizer.eos_token_id) & (written[:, -1] != tokenizer.pad_token_id)
+    return [text + " ..." if is_cut else text for text, is_cut in zip(said, cut.tolist(), strict=True)]
 
 
 def show(title: str, said: list[str]) -> None:
