@@ -60,6 +60,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--variants", default="", help="further plans over the same store, e.g. 'budget=0.0;budget=0.3,micro_batch_rows=8'"
     )
+    parser.add_argument("--timeline", help="record one more step into this folder: timeline.json and timeline.png")
     parser.add_argument("--profile", help="write a torch profiler table of one more step to this file")
     parser.add_argument("--out", default="")
     return parser.parse_args()
@@ -234,6 +235,8 @@ def main() -> None:
         if args.out:
             with open(args.out, "a") as stream:
                 stream.write(line + "\n")
+        if args.timeline and number == 0:
+            timeline(engine, variant, Path(args.timeline))
         if args.profile and number == 0:
             profile(engine, random_batches(variant, int(engine.skeleton.vocab_size)), args.profile)
     engine.close()
@@ -242,6 +245,20 @@ def main() -> None:
 def machine(backend: Any) -> str:
     device = backend.describe() if backend.name == "cuda" else platform.processor() or "cpu"
     return f"{device}, {len(os.sched_getaffinity(0))} cores"
+
+
+def timeline(engine: Engine, args: argparse.Namespace, folder: Path) -> None:
+    """Two steps, the second recorded, so that it shows the first one's updates in its forward."""
+    from layerferry.trainer.timeline import draw, write_trace
+
+    batches = random_batches(args, int(engine.skeleton.vocab_size))
+    engine.step(batches, lr=1e-5)
+    engine.clock.start_recording()
+    report = engine.step(batches, lr=1e-5)
+    spans = engine.clock.stop_recording()
+    folder.mkdir(parents=True, exist_ok=True)
+    write_trace(spans, folder / "timeline.json")
+    draw(spans, folder / "timeline.png", title=f"{args.model}: one step of {report.num_tokens} tokens, {report.seconds:.2f} s")
 
 
 def profile(engine: Engine, batches: list[MicroBatch], path: str) -> None:

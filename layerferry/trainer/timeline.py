@@ -1,0 +1,81 @@
+"""One recorded step as a trace (Chrome and Perfetto read it) and as a picture with a row per lane.
+
+Times are those at which the lanes *ran* the work (device events; the host's clock for the CPU optimizer). The share beside
+each lane is its busy time over the step; what is missing from 100 % is idle. Waits of the compute lane are drawn hollow and
+count as idle.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from layerferry.backends.base import Lane
+from layerferry.engine.clock import Span
+
+ROWS = ((Lane.UPLOAD, "upload"), (Lane.COMPUTE, "compute"), (Lane.DOWNLOAD, "download"), (Lane.HOST, "CPU optimizer"))
+COLOURS = {Lane.UPLOAD: "#4477aa", Lane.COMPUTE: "#228833", Lane.DOWNLOAD: "#aa3377", Lane.HOST: "#ccbb44"}
+WAIT = "wait: "
+
+
+def busy_shares(spans: Sequence[Span]) -> dict[str, float]:
+    """Lane name -> share of the recorded time in which it ran something; overlapping spans count once."""
+    begin, end = min(s.begin_s for s in spans), max(s.end_s for s in spans)
+    shares = {}
+    for lane, name in ROWS:
+        busy, reached = 0.0, begin
+        for span in sorted((s for s in spans if s.lane is lane and not s.name.startswith(WAIT)), key=lambda s: s.begin_s):
+            busy += max(0.0, span.end_s - max(span.begin_s, reached))
+            reached = max(reached, span.end_s)
+        shares[name] = busy / (end - begin) if end > begin else 0.0
+    return shares
+
+
+def write_trace(spans: Sequence[Span], path: Path) -> None:
+    """The trace-event format: one process, one thread a lane, complete events in microseconds."""
+    numbers = {lane: number for number, (lane, _) in enumerate(ROWS)}
+    events: list[dict[str, object]] = [
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": numbers[lane], "args": {"name": name}} for lane, name in ROWS
+    ]
+    events += [
+        {
+            "ph": "X",
+            "name": span.name,
+            "pid": 1,
+            "tid": numbers[span.lane],
+            "ts": round(span.begin_s * 1e6, 3),
+            "dur": round((span.end_s - span.begin_s) * 1e6, 3),
+        }
+        for span in spans
+    ]
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def draw(spans: Sequence[Span], path: Path, *, title: str) -> None:
+    """A PNG with four rows: upload, compute, download, CPU optimizer."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.6), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    shares = busy_shares(spans)
+    for row, (lane, _) in enumerate(ROWS):
+        own = [span for span in spans if span.lane is lane]
+        for waits in (False, True):
+            bars = [(s.begin_s, s.end_s - s.begin_s) for s in own if s.name.startswith(WAIT) is waits]
+            axes.broken_barh(
+                bars,
+                (row - 0.36, 0.72),
+                facecolor="none" if waits else COLOURS[lane],
+                edgecolor="#bb5566" if waits else "white",
+                linewidth=0.8 if waits else 0.3,
+            )
+    axes.set_yticks(range(len(ROWS)), [f"{name}\n{shares[name]:.0%} busy" for _, name in ROWS])
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds since the step began")
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.01)
+    figure.savefig(path)

@@ -1,0 +1,39 @@
+"""A recorded step: spans of every lane, shares by a closed formula, a trace that readers accept, a picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from layerferry.backends.base import Lane
+from layerferry.engine.clock import Span
+from layerferry.trainer import timeline
+
+SPANS = [
+    Span(Lane.UPLOAD, "layer.0", 0.0, 1.0),
+    Span(Lane.UPLOAD, "layer.1", 1.0, 2.0),
+    Span(Lane.COMPUTE, "wait: link", 0.0, 1.0),
+    Span(Lane.COMPUTE, "layer.0", 1.0, 3.0),
+    Span(Lane.COMPUTE, "layer.1", 2.5, 4.0),
+    Span(Lane.DOWNLOAD, "layer.1", 3.5, 4.0),
+]
+
+
+def test_shares_count_overlap_once_and_waits_not_at_all() -> None:
+    assert timeline.busy_shares(SPANS) == pytest.approx({"upload": 0.5, "compute": 0.75, "download": 0.125, "CPU optimizer": 0.0})
+
+
+def test_the_trace_has_a_thread_for_every_lane(tmp_path: Path) -> None:
+    timeline.write_trace(SPANS, tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["ph"] == "M"} == {"upload", "compute", "download", "CPU optimizer"}
+    done = [e for e in events if e["ph"] == "X"]
+    assert len(done) == len(SPANS) and all(e["dur"] >= 0 for e in done)
+    assert [e["ts"] for e in done if e["name"] == "layer.0"] == [0.0, 1e6]
+
+
+def test_the_picture_is_written(tmp_path: Path) -> None:
+    timeline.draw(SPANS, tmp_path / "t.png", title="a step")
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
