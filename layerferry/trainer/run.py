@@ -19,6 +19,7 @@ from layerferry.config import Config
 from layerferry.data import DataSets, Sampler, build, tokenizer
 from layerferry.engine.engine import Engine
 from layerferry.errors import ConfigError
+from layerferry.models.build import read_config
 from layerferry.optim.schedule import schedule_of
 from layerferry.planner.facts import Model
 from layerferry.planner.machine import machine_for
@@ -46,6 +47,7 @@ def train(config: Config) -> None:
         raise ConfigError("nothing to do: set do_train: true, do_eval: true, or both")
     loaded = tokenizer.load(config)
     data = build(config, loaded.tokenizer)
+    check_vocabulary(config, data)
     sampler = Sampler.of(config, len(data.train))
     total_steps = sampler.total_steps(config.train.num_train_epochs, config.train.max_steps) if config.train.do_train else 0
     if config.train.do_train and total_steps == 0:
@@ -83,6 +85,24 @@ def train(config: Config) -> None:
             flops_per_token=question.model.flops.per_token,
         )
         run(loop, folder)
+
+
+def check_vocabulary(config: Config, data: DataSets) -> None:
+    """Raise ConfigError where the rows hold ids that the model's embedding does not have."""
+    given = config.model
+    found = read_config(
+        given.model_name_or_path,
+        revision=given.model_revision,
+        trust_remote_code=given.trust_remote_code,
+        cache_dir=given.cache_dir,
+    )
+    num_rows = int(found.get_text_config().vocab_size)
+    largest = max(int(samples.ids.max()) for samples in (data.train, *data.eval.values()))
+    if largest >= num_rows:
+        raise ConfigError(
+            f"the data holds token {largest}, and the embedding of {given.model_name_or_path} ends at {num_rows - 1}: "
+            "new rows are not there yet; remove add_tokens and add_special_tokens, or take a template whose tokens the model has"
+        )
 
 
 def wants_evaluation(config: Config) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 
 from layerferry.config import Config, DataConfig, EngineConfig, ModelConfig, OptimConfig, TrainConfig
 from layerferry.data import Cursor, Sampler, build, step_batches, tokenizer
-from layerferry.errors import ConfigError
+from layerferry.errors import ConfigError, PlanError
 from layerferry.trainer import train
 from tests.trainer.fakes import read_lines
 
@@ -200,4 +201,22 @@ def test_refused_before_the_model_is_loaded(
     monkeypatch.setattr("layerferry.api.load", lambda *a, **k: pytest.fail("loaded"))
     with pytest.raises(ConfigError, match=message):
         train(make_config(model_folder, rows, tmp_path / "out", **change))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_token_without_a_row_is_refused(
+    model_folder: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("layerferry.api.load", lambda *a, **k: pytest.fail("loaded"))
+    config = make_config(model_folder, rows, tmp_path / "out")
+    added = replace(config, model=replace(config.model, add_tokens=("ferry",), resize_vocab=True))
+    with pytest.raises(ConfigError, match=r"the data holds token \d+, and the embedding"):
+        train(added)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_that_does_not_fit_leaves_nothing(model_folder: Path, rows: Path, tmp_path: Path) -> None:
+    engine = EngineConfig(device="cpu", host_memory=1000)
+    with pytest.raises(PlanError):
+        train(make_config(model_folder, rows, tmp_path / "out", engine=engine))
     assert not (tmp_path / "out").exists()
