@@ -1,4 +1,7 @@
-"""Measured facts of a machine to predicted bytes and seconds to a ``Plan``. Names are resolved on first use."""
+"""Measured facts of a machine to predicted bytes and seconds to a ``Plan``. Names are resolved on first use.
+
+No module here bears the name of something exported: the one imported last would win.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from layerferry.planner.choose import choose as choose
     from layerferry.planner.choose import choose_for as choose_for
     from layerferry.planner.flops import flops_per_token as flops_per_token
     from layerferry.planner.machine import Machine as Machine
     from layerferry.planner.machine import machine_for as machine_for
+    from layerferry.planner.measure import probe as probe
     from layerferry.planner.memory import plan_specs as plan_specs
-    from layerferry.planner.probe import probe as probe
     from layerferry.planner.report import PlanReport as PlanReport
     from layerferry.planner.report import plan_for as plan_for
     from layerferry.planner.report import render as render
@@ -20,20 +22,18 @@ if TYPE_CHECKING:
 _HOMES = {
     "Machine": "machine",
     "PlanReport": "report",
-    "choose": "choose",
     "choose_for": "choose",
     "flops_per_token": "flops",
     "machine_for": "machine",
     "plan_for": "report",
     "plan_specs": "memory",
-    "probe": "probe",
+    "probe": "measure",
     "render": "report",
 }
 
 __all__ = [
     "Machine",
     "PlanReport",
-    "choose",
     "choose_for",
     "flops_per_token",
     "machine_for",

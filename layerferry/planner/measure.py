@@ -2,7 +2,7 @@
 
 On CUDA: matrix products, each link direction alone and both together, and the AdamW kernel while the link runs, as it does in
 a step. Everywhere: host memory traffic, the kernel, writing to disk. What cannot be measured keeps its default, and a note
-says what was lost. Checked by ``tests/planner/test_probe.py``.
+says what was lost. Checked by ``tests/planner/test_machine.py``.
 """
 
 from __future__ import annotations

@@ -152,15 +152,19 @@ def _buffers(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan) -> tuple[
         num_slots=plan.num_slots,
         num_slabs=plan.num_slabs,
         on_device=plan.on_device,
+        num_waves=plan.num_waves,
         resident_gradients=plan.resident_gradients,
     )
     sizes = _sizes(model, bare, tuple(specs.items()))
     layers, ends = sizes[True], sizes[False]
+    slots, own_slot = (size.num_slots * size.slot_bytes for size in (layers, ends))
+    slabs, own_slab = (size.total - size.num_slots * size.slot_bytes - size.accumulator_bytes for size in (layers, ends))
+    num_slabs = layers.num_slabs + layers.num_landings
     return (
-        Item(what=f"{layers.num_slots} layer slots", place=DEVICE, num_bytes=layers.num_slots * layers.slot_bytes),
-        Item(what="slot of embedding and head", place=DEVICE, num_bytes=ends.num_slots * ends.slot_bytes),
-        Item(what=f"{layers.num_slabs} layer slabs", place=DEVICE, num_bytes=layers.num_slabs * layers.slab_bytes),
-        Item(what="slab of embedding and head", place=DEVICE, num_bytes=ends.num_slabs * ends.slab_bytes),
+        Item(what=f"{layers.num_slots} layer slots", place=DEVICE, num_bytes=slots),
+        Item(what="slot of embedding and head", place=DEVICE, num_bytes=own_slot),
+        Item(what=f"{num_slabs} layer slabs", place=DEVICE, num_bytes=slabs),
+        Item(what="slabs of embedding and head", place=DEVICE, num_bytes=own_slab),
         Item(what="gradient accumulators (fp32)", place=DEVICE, num_bytes=layers.accumulator_bytes + ends.accumulator_bytes),
     )
 

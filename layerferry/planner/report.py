@@ -114,7 +114,7 @@ def _choices(plan: Plan, pins: Pins) -> str:
     tokens = plan.micro_batch_rows * plan.row_tokens
     budget = "keep everything" if plan.activation_budget >= 1.0 else "keep this share, compute the rest again"
     rows = [
-        ("micro_batch_rows", str(plan.micro_batch_rows), f"{micro} micro-batches of {tokens:,} tokens"),
+        ("micro_batch_rows", str(plan.micro_batch_rows), f"{micro} micro-batch{'es' * (micro > 1)} of {tokens:,} tokens"),
         ("num_waves", str(plan.num_waves), _waves(plan)),
         ("activation_budget", f"{plan.activation_budget:g}", "keep inputs only" if plan.activation_budget == 0.0 else budget),
         ("on_device", str(len(plan.on_device)), "units whose planes live @device: nothing of them travels"),
@@ -194,8 +194,12 @@ def _seconds(plan: Plan, machine: Machine) -> str:
         lines.append(f"  {name:<24} {value:9.2f} s     {f'at {rate} ({source})'}{limit}")
     lines.append(f"  {'not hidden by any lane':<24} {lanes.exposed:9.2f} s")
     tokens = plan.rows_per_step * plan.row_tokens
-    lines.append(f"  {'tokens a second':<24} {tokens / lanes.step:9,.0f}")
+    lines.append(f"  {'tokens a second':<24} {_rounded(tokens / lanes.step):>9}")
     return "\n".join(lines)
+
+
+def _rounded(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.2g}"
 
 
 def _rate(bytes_per_s: float) -> str:

@@ -9,10 +9,9 @@ import pytest
 
 from layerferry.backends.cpu import CpuBackend
 from layerferry.config import EngineConfig
-from layerferry.planner import probe as probe_module
+from layerferry.planner import measure, probe
 from layerferry.planner.host import host_limits
 from layerferry.planner.machine import RATES, cpu_name, default_rates, machine_for, rates_file, read_rates
-from layerferry.planner.probe import probe
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +54,7 @@ def test_what_cannot_be_measured_keeps_its_default_and_is_named(monkeypatch: pyt
     def fails(side: int) -> dict[str, float]:
         raise RuntimeError("no luck")
 
-    monkeypatch.setattr(probe_module, "_matmul", fails)
+    monkeypatch.setattr(measure, "_matmul", fails)
     found = probe(EngineConfig(device="cpu"), quick=True)
     assert found.matmul_flops_per_s.source == "guess"
     assert any("matrix products not measured (no luck)" in note for note in found.notes)

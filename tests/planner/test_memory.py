@@ -51,11 +51,13 @@ class CountingBackend(CpuBackend):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("fp32", [True, False])
 @pytest.mark.parametrize("home", [(), (0, 2)])
-@pytest.mark.parametrize("resident", [True, False])
-def test_store_and_engine_allocate_what_was_planned(tied: bool, fp32: bool, home: tuple[int, ...], resident: bool) -> None:
+@pytest.mark.parametrize(("waves", "resident"), [(1, False), (2, False), (2, True)])
+def test_store_and_engine_allocate_what_was_planned(
+    tied: bool, fp32: bool, home: tuple[int, ...], waves: int, resident: bool
+) -> None:
     built = skeleton("qwen2", tie_word_embeddings=tied, fp32=fp32)
     plan = Plan(fp32=fp32, num_slots=3, num_slabs=2, micro_batch_rows=2, rows_per_step=4, on_device=home)
-    plan = replace(plan, resident_gradients=resident, num_waves=1 + resident)
+    plan = replace(plan, resident_gradients=resident, num_waves=waves)
     backend, optimizer = CountingBackend(), AdamW(kernels=ReferenceKernels())
     planned = items(Model.of(built), specs(), plan, SHAPE)
     store = Store(built.units, plan_specs(specs(), plan), backend, on_device=home)

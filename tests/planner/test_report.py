@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -48,3 +49,9 @@ def test_what_does_not_fit_is_shown_and_said(folder: Path) -> None:
     assert not report.fits and "GiB short" in report.shortfall()
     assert report.render().endswith(f"does not fit: {report.shortfall()}")
     assert report.to_dict()["fits"] is False
+
+
+def test_the_packages_names_are_what_they_say() -> None:
+    import layerferry.planner as planner
+
+    assert all(not isinstance(getattr(planner, name), ModuleType) for name in planner.__all__)
