@@ -27,6 +27,7 @@ from layerferry.models.build import ATTENTION, build_on_meta, read_config, take_
 from layerferry.models.initial import initial_parameters
 from layerferry.models.parameter_source import ParameterSource
 from layerferry.models.skeleton import Skeleton
+from layerferry.models.varlen import use_where_possible
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.base import Optimizer
 from layerferry.optim.decay import decays
@@ -66,6 +67,8 @@ def load(
     backend = backend or make(config.engine.device)
     optimizer = optimizer or AdamW.of(config.optim)
     built, source, folder = _build(config, live)
+    if backend.device.type == "cuda" and config.model.flash_attn == "auto":
+        use_where_possible(built)
     skeleton = Skeleton(built, decays=decays, device=backend.device, fp32=config.train.fp32)
     if plan is None:
         from layerferry.planner import choose_for

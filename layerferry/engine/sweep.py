@@ -28,6 +28,7 @@ from layerferry.layout import WEIGHT_PLANE, Plane
 from layerferry.models.embedding import EmbeddingTap, LookUp
 from layerferry.models.skeleton import Inputs, Skeleton
 from layerferry.models.stack import LayerCall
+from layerferry.models.varlen import boundaries
 from layerferry.objectives.base import Head, Objective
 from layerferry.units import Unit
 
@@ -246,5 +247,10 @@ class Sweep:
         put: Callable[[Tensor], Tensor] = self.backend.to_device
         ids = put(micro_batch.input_ids)
         positions = None if micro_batch.position_ids is None else put(micro_batch.position_ids)
-        mask = torch.ones_like(ids) if positions is not None and not micro_batch.isolated else None
-        return Inputs(ids, positions, mask)
+        if positions is None:
+            return Inputs(ids)
+        if not micro_batch.isolated:
+            return Inputs(ids, positions, torch.ones_like(ids))
+        if self.skeleton.has_varlen and micro_batch.position_ids is not None:
+            return Inputs(ids, positions, torch.ones_like(ids), put(boundaries(micro_batch.position_ids)))
+        return Inputs(ids, positions)
