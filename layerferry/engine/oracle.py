@@ -10,7 +10,7 @@ of a few sums.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from layerferry.engine.batch import IGNORE_INDEX, MicroBatch
 from layerferry.engine.gradients import gradients_of
+from layerferry.engine.randomness import seed_of
 from layerferry.models.build import locations
+from layerferry.models.stack import find_stack
 from layerferry.objectives.base import Head
 
 if TYPE_CHECKING:
@@ -100,6 +102,33 @@ def _look_ups_of_tied_weights(model: nn.Module) -> Iterator[dict[str, nn.Paramet
     finally:
         for (module, leaf), (other, other_leaf), *_ in tied.values():
             module._parameters[leaf] = other._parameters[other_leaf]
+
+
+@contextmanager
+def drawing_by_place(model: PreTrainedModel, *, step: int, seed: int) -> Iterator[None]:
+    """Random numbers (dropout, sampling routers) as the engine draws them: seeded by (run, step, unit, micro-batch)."""
+    _, layers = find_stack(model, model.config)
+    step_seed = seed_of(seed, step)
+    number = -1
+
+    def before_model(*_: Any) -> None:
+        nonlocal number
+        number += 1
+        torch.manual_seed(seed_of(step_seed, 0, number))
+
+    def before_layer(index: int) -> Callable[..., None]:
+        def reseed(*_: Any) -> None:
+            torch.manual_seed(seed_of(step_seed, 1 + index, number))
+
+        return reseed
+
+    handles = [model.register_forward_pre_hook(before_model)]
+    handles += [layer.register_forward_pre_hook(before_layer(index)) for index, layer in enumerate(layers)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class WholeRows:

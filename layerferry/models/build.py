@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 ATTENTION = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
 """LLaMA-Factory's ``flash_attn`` -> transformers' attention implementation."""
+_LOOKS_AHEAD = "{}: a model that looks ahead (an encoder); only causal (decoder-only) models are trained"
 OTHER_MODALITIES = ("vision_config", "audio_config", "image_config", "speech_config")
 
 
@@ -47,6 +48,9 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
             raise ModelRefused(f"{kind}: a multimodal checkpoint ({name}); only text models are trained so far")
     if getattr(config, "is_encoder_decoder", False):
         raise ModelRefused(f"{kind}: an encoder-decoder model; only causal (decoder-only) models are trained")
+    encodes = getattr(config, "is_decoder", True) is False and hasattr(config, "type_vocab_size")  # gpt_neox has the first too
+    if encodes or getattr(config, "use_bidirectional_attention", None) is True:
+        raise ModelRefused(_LOOKS_AHEAD.format(kind))
 
 
 def take_block_size(config: Any) -> tuple[int, int]:
@@ -83,6 +87,9 @@ def build_on_meta(
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
     except ValueError as error:
         raise ModelRefused(f"{config.model_type}: {str(error).strip().splitlines()[0]}") from error
+    encodes = getattr(config, "is_decoder", True) is False
+    if encodes and any(getattr(module, "is_causal", None) is False for module in model.modules()):
+        raise ModelRefused(_LOOKS_AHEAD.format(config.model_type))
     model.tie_weights()
     if getattr(model.config, "_experts_implementation", None) == "batched_mm":
         raise ModelRefused(

@@ -46,8 +46,9 @@ class EmbeddingTap(TorchFunctionMode):
         self.look_ups: list[LookUp] = []
 
     @staticmethod
-    def blind(hidden_size: int) -> TorchFunctionMode:
-        return _BlindTap()
+    def blind(blank: float = 0.0) -> TorchFunctionMode:
+        """Every look-up gives ``blank``, in the right shape; no table is read."""
+        return _BlindTap(blank)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -67,7 +68,11 @@ class EmbeddingTap(TorchFunctionMode):
 
 
 class _BlindTap(TorchFunctionMode):
-    """Answers every look-up with zeros of the right shape; the tables are not read."""
+    """Answers every look-up with one number in the right shape; the tables are not read."""
+
+    def __init__(self, blank: float) -> None:
+        super().__init__()
+        self._blank = blank
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -76,7 +81,7 @@ class _BlindTap(TorchFunctionMode):
         if func is not F.embedding:
             return func(*args, **kwargs)
         ids, table, _, _, _ = _arguments(*args, **kwargs)
-        return torch.zeros(*ids.shape, table.shape[1], dtype=table.dtype, device=ids.device)
+        return torch.full((*ids.shape, table.shape[1]), self._blank, dtype=table.dtype, device=ids.device)
 
 
 def _arguments(

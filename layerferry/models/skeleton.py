@@ -11,7 +11,7 @@ Left out, and refused by name: layers that share a parameter, hidden states chan
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ from layerferry.models.embedding import EmbeddingTap
 from layerferry.models.router_balance import RouterBalance
 from layerferry.models.stack import LayerCall, StopForward, Stub, StubScript, find_stack
 from layerferry.models.template import Template, behaviour_key
+from layerferry.models.varlen import NAME as VARLEN
+from layerferry.models.varlen import without_mask
 from layerferry.units import Unit
 
 if TYPE_CHECKING:
@@ -44,6 +46,17 @@ class Inputs:
     input_ids: Tensor  # [B, T] int64 @device
     position_ids: Tensor | None = None  # [B, T] int64 @device; restarts at each packed sample
     attention_mask: Tensor | None = None  # [B, T] int64 @device
+    boundaries: Tensor | None = None  # [S + 1 + padding] int32 @device; where packed samples begin in B*T tokens
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of the model's forward."""
+        given = {"input_ids": self.input_ids, "position_ids": self.position_ids, "attention_mask": self.attention_mask}
+        found: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if self.boundaries is not None:
+            longest = self.input_ids.shape[1]
+            found |= {"cu_seq_lens_q": self.boundaries, "cu_seq_lens_k": self.boundaries}
+            found |= {"max_length_q": longest, "max_length_k": longest}
+        return found
 
 
 class _HeadStub(nn.Module):
@@ -68,9 +81,10 @@ class Skeleton:
         self.config: Any = model.config
         self.device = device
         text = model.config.get_text_config()
+        self.has_varlen = model.config._attn_implementation == VARLEN
         self.hidden_size = int(text.hidden_size)
         self.vocab_size = int(text.vocab_size)
-        self.stack_name, self._stack = find_stack(model, int(text.num_hidden_layers))
+        self.stack_name, self._stack = find_stack(model, model.config)
         self.layers = list(self._stack)
         self._script = StubScript(len(self.layers))
         self._refuse_sharing()
@@ -127,6 +141,7 @@ class Skeleton:
         try:
             ids = torch.zeros(1, 4, dtype=torch.int64)
             self._learn_convention(ids)
+            self._refuse_by_passes(ids)
             hidden, calls = self._forward_to_last_stub(Inputs(ids))
             sides = [leaf for call in calls for leaf in tensors_in((call.args, call.kwargs))]
             first = _leaves([hidden, *sides], by_id)
@@ -158,6 +173,23 @@ class Skeleton:
                 reasons.append(error)
         reason = next((r for r in reasons if isinstance(r, ModelRefused)), reasons[0])
         raise ModelRefused(f"{self.config.model_type}: its forward does not run around its layers: {reason}") from reason
+
+    def _refuse_by_passes(self, ids: Tensor) -> None:
+        """Hidden states must go from one layer to the next and nowhere else, those of the last one to the epilogue."""
+        try:
+            probes: list[Tensor] = []
+            self._script.probes = probes
+            _, calls = self._forward_to_last_stub(Inputs(ids))
+            inputs = [tensor for call in calls for tensor in tensors_in((call.args, call.kwargs))]
+            reached = {id(leaf) for leaf in graph_leaves(inputs)} & {id(probe) for probe in probes}
+            with torch.no_grad():
+                logits = self._epilogue(torch.zeros(2, 1, self.hidden_size, dtype=self._compute_dtype()), blank=torch.nan)
+            reached_end = bool(torch.isnan(logits).any())
+        finally:
+            self._script.probes = None
+        if reached or reached_end:
+            where = "other layers than the next" if reached else "the head"
+            raise ModelRefused(f"{self.config.model_type}: what a layer or the embedding computes also goes to {where}")
 
     def _make_units(self, first: list[str], last: list[str]) -> tuple[Unit, ...]:
         ends: list[tuple[str, list[str]]]
@@ -276,10 +308,10 @@ class Skeleton:
 
     def _forward_to_last_stub(self, inputs: Inputs) -> tuple[Tensor, list[LayerCall]]:
         self._script.reset()
-        optional = {"position_ids": inputs.position_ids, "attention_mask": inputs.attention_mask}
-        given = {name: value for name, value in optional.items() if value is not None}
+        masks = nullcontext() if inputs.boundaries is None else without_mask()
         try:
-            self.model(input_ids=inputs.input_ids, use_cache=False, **given)
+            with masks:
+                self.model(**inputs.arguments(), use_cache=False)
         except StopForward:
             hidden, calls = self._script.first_hidden, self._script.calls
             self._script.reset()
@@ -287,7 +319,7 @@ class Skeleton:
             return hidden, calls
         raise ModelRefused(f"{self.config.model_type}: its forward does not pass through every layer")
 
-    def _epilogue(self, hidden: Tensor) -> Tensor:
+    def _epilogue(self, hidden: Tensor, *, blank: float = 0.0) -> Tensor:
         """Logits of hidden states [C, 1, D]: [C, 1, V]. The prologue runs on dummy ids, without gradient and without an
         embedding table."""
         ids = torch.zeros(hidden.shape[0], 1, dtype=torch.int64, device=hidden.device)
@@ -295,7 +327,7 @@ class Skeleton:
         self._script.injected = hidden
         grad = torch.is_grad_enabled()
         try:
-            with torch.no_grad(), EmbeddingTap.blind(self.hidden_size), _forked_rng(hidden.device):
+            with torch.no_grad(), EmbeddingTap.blind(blank), _forked_rng(hidden.device):
                 output = self.model(input_ids=ids, use_cache=False)
         finally:
             self._script.reset()

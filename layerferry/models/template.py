@@ -75,7 +75,7 @@ class Template:
             output = self.module(hidden, *args, **kwargs)
         else:
             output = self.module(*args, **{call.hidden_name: hidden}, **kwargs)
-        return hidden_of(output, hidden)
+        return hidden_of(output, hidden, call.onward)
 
 
 def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -247,7 +247,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         model_type="gemma4_text",
         changes={**BY_TYPE["gemma4_text"].changes, "num_kv_shared_layers": 2},
-        reason="shared",
+        reason="changed between the layers",
         because="layers share key-value states",
     ),
     Refused(
@@ -285,6 +285,20 @@ REFUSED: tuple[Refused, ...] = (
     Refused(model_type="qwen3_5", changes=_VISION, reason="vision_config", because="multimodal"),
     Refused(model_type="llama4", changes=_VISION, reason="vision_config", because="multimodal"),
     Refused(model_type="idefics3", changes=_VISION, reason="vision_config", because="multimodal"),
+    Refused(
+        model_type="zaya",
+        changes={"layer_types": ["hybrid"] * 4, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16},
+        reason="state besides the hidden states",
+        because="layers hand router states to each other",
+    ),
+    Refused(
+        model_type="inkling2_text",
+        changes={"head_dim": 8, "swa_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        reason="also goes to",
+        because="hidden states of one layer reach later ones directly",
+    ),
+    Refused(model_type="bert", reason="looks ahead", because="an encoder"),
+    Refused(model_type="bert-generation", reason="looks ahead", because="an encoder"),
     Refused(model_type="t5", reason="encoder-decoder", because="encoder-decoder"),
     Refused(model_type="bart", reason="encoder-decoder", because="encoder-decoder"),
 )

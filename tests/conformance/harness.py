@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +13,10 @@ from layerferry.backends.base import Backend
 from layerferry.backends.chaos import ChaosBackend
 from layerferry.engine.batch import IGNORE_INDEX, MicroBatch
 from layerferry.engine.engine import Engine
-from layerferry.engine.randomness import seed_of
+from layerferry.engine.oracle import drawing_by_place
 from layerferry.layout import FP32_PLANE, GRAD
 from layerferry.models.build import build_on_meta, fp32_only
 from layerferry.models.skeleton import Skeleton
-from layerferry.models.stack import find_stack
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.reference import ReferenceKernels
 from layerferry.plan import Plan
@@ -26,6 +24,7 @@ from layerferry.store.store import Store, plane_specs
 
 PLAN = Plan(fp32=True, num_slots=2, num_slabs=1)
 """Two slots: by the backward of a unit its slot has nearly always held another, and often it is the other slot."""
+SEED = 42
 CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 
 
@@ -67,32 +66,13 @@ def real_model(config: Any, *, attention: str = "eager", dtype: torch.dtype = to
     return model
 
 
-@contextmanager
-def seeded(model: Any, step: int = 0, *, seed: int = 42) -> Iterator[None]:
-    """Random numbers (dropout, sampling routers) drawn as the engine draws them: seeded by (run, step, unit, micro-batch)."""
-    _, layers = find_stack(model, int(model.config.get_text_config().num_hidden_layers))
-    step_seed = seed_of(seed, step)
-    number = -1
-
-    def before_model(*_: Any) -> None:
-        nonlocal number
-        number += 1
-        torch.manual_seed(seed_of(step_seed, 0, number))
-
-    def before_layer(index: int) -> Callable[..., None]:
-        return lambda *_: torch.manual_seed(seed_of(step_seed, 1 + index, number)) and None
-
-    handles = [model.register_forward_pre_hook(before_model)]
-    handles += [layer.register_forward_pre_hook(before_layer(index)) for index, layer in enumerate(layers)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def seeded(model: Any) -> AbstractContextManager[None]:
+    """Random numbers as a new engine draws them in its first step."""
+    return drawing_by_place(model, step=0, seed=SEED)
 
 
 def make_engine(
-    model: Any, plan: Plan = PLAN, *, backend: Backend | None = None, optimizer: AdamW | None = None, seed: int = 42
+    model: Any, plan: Plan = PLAN, *, backend: Backend | None = None, optimizer: AdamW | None = None, seed: int = SEED
 ) -> Engine:
     """The engine over a copy of ``model``'s weights. In fp32 mode with fp32 gradients @host."""
     backend = backend or ChaosBackend()
