@@ -51,13 +51,15 @@ def load(
     plan: Plan | None = None,
     backend: Backend | None = None,
     row_tokens: int = 2048,
+    weights: str | Path | None = None,
     **engine_options: Any,
 ) -> Engine:
     """An engine that trains ``model`` (folder, hub id, or a live model whose weights are copied).
 
     ``config`` carries every setting of a run; without it, ``engine_options`` are fields of ``EngineConfig`` (``device``,
     ``device_memory``, ``micro_batch_rows`` ...) and ``row_tokens`` is the longest row that will be trained. ``plan`` None:
-    the planner chooses. Raises ``PlanError`` (does not fit), ``ModelRefused`` (cannot be right), ``CheckpointError``
+    the planner chooses. ``weights``: a folder whose weights are taken instead of the model's own (a checkpoint of its run).
+    Raises ``PlanError`` (does not fit), ``ModelRefused`` (cannot be right), ``CheckpointError``
     (files).
     """
     live = None if isinstance(model, (str, Path)) else model
@@ -67,6 +69,8 @@ def load(
     backend = backend or make(config.engine.device)
     optimizer = optimizer or AdamW.of(config.optim)
     built, source, folder = _build(config, live)
+    if weights is not None:
+        source = ParameterSource(built, CheckpointFolder(weights))
     if backend.device.type == "cuda" and config.model.flash_attn == "auto":
         use_where_possible(built)
     skeleton = Skeleton(built, decays=decays, device=backend.device, fp32=config.train.fp32)

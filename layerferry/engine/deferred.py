@@ -2,7 +2,8 @@
 
 After the backward the clip coefficient is known exactly; each unit's update is then queued with the learning rate, step
 number and coefficient of *its* step, and the feed of a unit waits for that unit's update alone. Nothing is stale and
-nothing is rolled back: the result has the same bits as stepping every unit at once. ``settle`` finishes what is pending. A
+nothing is rolled back: the result has the same bits as stepping every unit at once. ``settle`` finishes what is pending;
+``hold`` lets a reader see one unit as a step has left it, at the price that the unit's next update waits for the reader. A
 failure in the worker reaches whoever next needs the unit. Checked by ``tests/engine/test_deferred.py`` against the serial
 order.
 """
@@ -12,12 +13,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 from layerferry.backends.base import Backend, Fence, Lane
 from layerferry.engine.clock import Clock
 from layerferry.optim.base import Optimizer, StepHyper
 from layerferry.store.store import Store
 from layerferry.units import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """One unit as the latest step leaves it: complete once ``settled``, unchanged until its holder resolves ``released``."""
+
+    settled: Future[Fence]
+    released: Future[Fence]
+    """TRAP: the holder must resolve it whatever happens, or the next update waits for ever (tests/checkpoint/test_save.py)."""
 
 
 class DeferredSteps:
@@ -27,8 +38,13 @@ class DeferredSteps:
         self._store, self._optimizer, self._backend, self._clock, self._threads = store, optimizer, backend, clock, threads
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer")
         self._ready: dict[int, Future[Fence]] = {}
+        self._held: dict[int, Future[Fence]] = {}
         self.busy_s = 0.0
         """Seconds the worker has spent in updates since the start."""
+        self.held_s = 0.0
+        """Seconds that updates have waited for holders since the start."""
+        self.num_done = 0
+        """Updates that the worker has finished since the start."""
 
     def defer(self, units: Iterable[Unit], hyper: StepHyper, drained: Mapping[int, Fence]) -> None:
         """Update ``units`` in this order; ``drained[unit.index]`` is passed once its gradient is in its plane.
@@ -36,22 +52,49 @@ class DeferredSteps:
         Units that live @device are updated on the compute lane now, the others by the worker.
         """
         for unit in units:
+            held = self._held.pop(unit.index, None)
             if unit.index in self._store.on_device:
+                self._pass(Lane.COMPUTE, held)
                 self._backend.touch(Lane.COMPUTE, writes=[p.buffer for p in self._store.planes(unit).values()])
                 with self._clock.span(Lane.COMPUTE, f"step {unit.name}"):
                     self._optimizer.step(self._store.planes(unit), unit.layout, hyper, self._threads)
                 continue
-            self._ready[unit.index] = self._worker.submit(self._step, unit, hyper, drained[unit.index])
+            self._ready[unit.index] = self._worker.submit(self._step, unit, hyper, drained[unit.index], held)
 
-    def _step(self, unit: Unit, hyper: StepHyper, drained: Fence) -> Fence:
+    def _step(self, unit: Unit, hyper: StepHyper, drained: Fence, held: Future[Fence] | None) -> Fence:
         drained.synchronize()
+        self._pass(Lane.HOST, held)
         begin = time.perf_counter()
         planes = self._store.planes(unit)
         self._backend.touch(Lane.HOST, writes=[plane.buffer for plane in planes.values()])
         with self._clock.span(Lane.HOST, unit.name):
             self._optimizer.step(planes, unit.layout, hyper, self._threads)
         self.busy_s += time.perf_counter() - begin
+        self.num_done += 1
         return self._backend.record(Lane.HOST)
+
+    def hold(self, unit: Unit) -> Hold:
+        """From here on the unit's next update waits until ``released`` is resolved; the fence orders ``unit``'s reader behind
+        the update before. At most one hold a unit is open."""
+        assert unit.index not in self._held or self._held[unit.index].done(), f"{unit.name} is held already"
+        settled = self.ready(unit)
+        if unit.index in self._store.on_device:
+            settled = Future()
+            settled.set_result(self._backend.record(Lane.COMPUTE))
+        released: Future[Fence] = Future()
+        self._held[unit.index] = released
+        return Hold(settled, released)
+
+    def _pass(self, lane: Lane, held: Future[Fence] | None) -> None:
+        if held is not None:
+            begin = time.perf_counter()
+            self._backend.wait(lane, held.result())
+            self.held_s += time.perf_counter() - begin
+
+    @property
+    def num_pending(self) -> int:
+        """Updates that the worker has not finished."""
+        return sum(not update.done() for update in list(self._ready.values()))
 
     def ready(self, unit: Unit) -> Future[Fence]:
         """Done once the unit's weights @host are those of the latest step; its fence orders later lanes behind the update."""

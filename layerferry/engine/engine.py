@@ -39,6 +39,7 @@ from layerferry.objectives.cross_entropy import CrossEntropy
 from layerferry.optim.base import Optimizer, StepHyper
 from layerferry.plan import Plan
 from layerferry.store.store import Store
+from layerferry.units import Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,9 +157,7 @@ class Engine:
 
     def _defer(self, hyper: StepHyper) -> None:
         self.feed.forget(stale=True)
-        order = [self.skeleton.prologue_unit, *self.skeleton.layer_units]
-        if self.skeleton.epilogue_unit is not self.skeleton.prologue_unit:
-            order.append(self.skeleton.epilogue_unit)
+        order = self.update_order
         fences: dict[int, Fence] = dict(self.drain.drained)
         self.deferred.defer(order, hyper, fences)
 
@@ -186,10 +185,9 @@ class Engine:
 
     def save_pretrained(self, folder: str | Path, *, tokenizer: Any = None) -> None:
         """Write a model folder that plain transformers loads; ``tokenizer`` with its chat template beside it."""
-        assert self._folder is not None, "an engine that was built without a model folder cannot be saved"
         self.settle()
         path = Path(folder)
-        self._folder.write(path, self.skeleton, self.store)
+        self.folder.write(path, self.skeleton, self.store)
         if tokenizer is not None:
             tokenizer.save_pretrained(path)
 
@@ -197,6 +195,18 @@ class Engine:
         """Stop the worker; the engine cannot be used afterwards."""
         self.deferred.close()
         self.backend.synchronize()
+
+    @property
+    def update_order(self) -> tuple[Unit, ...]:
+        """Every unit, in the order in which the next forward needs it."""
+        ends = (self.skeleton.prologue_unit, self.skeleton.epilogue_unit)
+        return (ends[0], *self.skeleton.layer_units, *(ends[1:] if ends[1] is not ends[0] else ()))
+
+    @property
+    def folder(self) -> ModelFolder:
+        """How the model is written."""
+        assert self._folder is not None, "an engine that was built without a model folder cannot be saved"
+        return self._folder
 
     @property
     def num_params(self) -> int:

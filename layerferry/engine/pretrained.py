@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from layerferry.models.saved_checkpoint import SavedCheckpoint
 from layerferry.models.skeleton import Skeleton
-from layerferry.store.safetensors_writer import write_pretrained
+from layerferry.store.safetensors_writer import TensorToWrite, write_pretrained
 from layerferry.store.store import Store
 
 if TYPE_CHECKING:
@@ -38,6 +38,15 @@ class ModelFolder:
         read = reader(skeleton, store)
         entries = self._saved.entries(read, lambda name: read(name).dtype)
         write_pretrained(folder, entries, max_shard_bytes=max_shard_bytes, total_parameters=store.num_params)
+        self.write_config(folder, store)
+
+    def pieces(self, read: Callable[[str], Tensor]) -> Iterator[tuple[tuple[str, ...], list[TensorToWrite]]]:
+        """The weights in parts that can be written one by one: model names that ``read`` will be asked for, and what they
+        become. ``read`` must know every name's dtype and shape now, its values only when a tensor is made."""
+        return self._saved.pieces(read, lambda name: read(name).dtype)
+
+    def write_config(self, folder: Path, store: Store) -> None:
+        """Config and generation config."""
         self._config.dtype = store.units[0].layout.entries[0].dtype
         self._config.save_pretrained(folder)
         for name in SIDE_FILES:

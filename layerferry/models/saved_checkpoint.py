@@ -53,8 +53,16 @@ class SavedCheckpoint:
         self, read: Callable[[str], Tensor], dtype: Callable[[str], torch.dtype] | None = None
     ) -> Iterator[TensorToWrite]:
         """What ``write_pretrained`` takes. ``read(name)`` gives a parameter in ``dtype(name)`` (None: the model's own dtype)."""
+        for _, tensors in self.pieces(read, dtype):
+            yield from tensors
+
+    def pieces(
+        self, read: Callable[[str], Tensor], dtype: Callable[[str], torch.dtype] | None = None
+    ) -> Iterator[tuple[tuple[str, ...], list[TensorToWrite]]]:
+        """``entries`` in groups that depend on nothing else: the model's names that are read, and what is written of them."""
         for group in self._groups:
-            yield from self._entries_of(group, read, dtype or self._own_dtype)
+            names = tuple(part.name for part in group.parts)
+            yield names, list(self._entries_of(group, read, dtype or self._own_dtype))
 
     def saved(self, name: str) -> tuple[str, ...]:
         """The checkpoint names that ``name`` (one of ``names``) is part of."""

@@ -70,7 +70,7 @@ def write_pretrained(
     _check_names(path, given)
     shards = split_into_shards(given, max_shard_bytes)
     names = _file_names(len(shards))
-    headers = [_header(shard, {"format": "pt", **(metadata or {})}) for shard in shards]
+    headers = [header_of(shard, {"format": "pt", **(metadata or {})}) for shard in shards]
     total_bytes = sum(tensor.num_bytes for tensor in given)
     index = (INDEX_FILE,) if len(shards) > 1 else ()
     temporary = {name: path / f".{name}.tmp-{os.getpid()}" for name in (*names, *index)}
@@ -142,9 +142,9 @@ def _check_names(path: Path, tensors: list[TensorToWrite]) -> None:
         seen.add(tensor.name)
 
 
-def _header(shard: list[TensorToWrite], metadata: dict[str, str]) -> bytes:
-    """Length and JSON, padded with spaces to a multiple of 8 bytes."""
-    content: dict[str, object] = {"__metadata__": metadata}
+def header_of(shard: Iterable[TensorToWrite], metadata: Mapping[str, str]) -> bytes:
+    """A file's head: length and JSON, padded with spaces to a multiple of 8 bytes."""
+    content: dict[str, object] = {"__metadata__": dict(metadata)}
     cursor = 0
     for tensor in shard:
         end = cursor + tensor.num_bytes

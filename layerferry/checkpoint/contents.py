@@ -1,0 +1,151 @@
+"""What a checkpoint of an engine consists of: files, their headers and bytes, known before anything is written.
+
+A *piece* is what can be written while nothing but its own units stands still: nearly always one unit. It has two files: the
+unit's Hugging Face shard, whose bf16 weights are the high halves of the fp32 masters (and fp32 where the device computes
+in fp32), and the state that the shard cannot hold: ``residue.<parameter>`` and the optimizer's planes,
+``exp_avg.<parameter>``. So nothing is written twice: 12 of the 14 bytes a parameter that training holds, the gradient being
+no state between steps. Names are the model's, never offsets: the plan leaves no trace.
+Checked by ``tests/checkpoint/test_exact.py`` and ``tests/checkpoint/test_save.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from layerferry.engine.engine import Engine
+from layerferry.layout import RESIDUE, WEIGHT, Entry, Plane
+from layerferry.store.safetensors_file import DTYPES
+from layerferry.store.safetensors_writer import TensorToWrite, header_of
+from layerferry.units import Unit
+
+ELEMENT_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SEPARATOR = "."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileToWrite:
+    """One safetensors file; its tensors are made when their turn comes."""
+
+    name: str
+    header: bytes
+    tensors: tuple[TensorToWrite, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.header) + sum(tensor.num_bytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Files that are written together, and the units that they are read from."""
+
+    units: tuple[Unit, ...]
+    files: tuple[FileToWrite, ...]
+
+
+class Contents:
+    """The files of every checkpoint of ``engine``. ``seen`` is written by the thread that saves."""
+
+    def __init__(self, engine: Engine, *, model_only: bool) -> None:
+        self._engine = engine
+        self._seen: dict[int, Mapping[str, Plane]] = {}
+        self._homes = {unit.names[entry.name]: (unit, entry) for unit in engine.store.units for entry in unit.layout.entries}
+        weights = self._weights()
+        names = [f"{number:05d}-of-{len(weights):05d}.safetensors" for number in range(1, len(weights) + 1)]
+        pieces, weight_map = [], {}
+        for name, (units, tensors) in zip(names, weights, strict=True):
+            weight_map.update({tensor.name: f"model-{name}" for tensor in tensors})
+            files = [_file(f"model-{name}", tensors)]
+            if not model_only:
+                files.append(_file(f"state-{name}", [tensor for unit in units for tensor in self._state(unit)]))
+            pieces.append(Piece(units=units, files=tuple(files)))
+        self.pieces = tuple(pieces)
+        total_bytes = sum(tensor.num_bytes for _, tensors in weights for tensor in tensors)
+        metadata = {"total_size": total_bytes, "total_parameters": engine.num_params}
+        self.index = (json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n").encode()
+        """``model.safetensors.index.json``: what transformers looks for."""
+        self.model_bytes = total_bytes
+        self.num_bytes = sum(file.num_bytes for piece in pieces for file in piece.files) + len(self.index)
+
+    @contextmanager
+    def seen(self, unit: Unit, planes: Mapping[str, Plane]) -> Iterator[None]:
+        """Inside, tensors of ``unit`` are made from ``planes``, which are @host."""
+        self._seen[unit.index] = planes
+        try:
+            yield
+        finally:
+            del self._seen[unit.index]
+
+    def _weights(self) -> list[tuple[tuple[Unit, ...], list[TensorToWrite]]]:
+        """What transformers loads, unit by unit in the order of updates; units that are converted together stay together."""
+        order = self._engine.update_order
+        owner = {unit.index: unit.index for unit in order}
+
+        def root(index: int) -> int:
+            while owner[index] != index:
+                index = owner[index]
+            return index
+
+        found = []
+        for names, tensors in self._engine.folder.pieces(self._outline):
+            units = [self._homes[name][0].index for name in names if name in self._homes] or [order[-1].index]
+            for index in units[1:]:
+                owner[root(index)] = root(units[0])
+            found.append((units[0], tensors))
+        grouped: dict[int, tuple[list[Unit], list[TensorToWrite]]] = {}
+        for unit in order:
+            grouped.setdefault(root(unit.index), ([], []))[0].append(unit)
+        for index, tensors in found:
+            grouped[root(index)][1].extend(tensors)
+        wide_first = [(units, sorted(tensors, key=lambda t: -t.dtype.itemsize)) for units, tensors in grouped.values()]
+        return [(tuple(units), tensors) for units, tensors in wide_first]
+
+    def _outline(self, name: str) -> Tensor:
+        """A parameter as it will be written: read from the planes of the unit that is seen, from the store for its shape."""
+        if name not in self._homes:
+            return self._engine.skeleton.get_buffer(name).cpu()
+        unit, entry = self._homes[name]
+        planes = self._seen.get(unit.index) or self._engine.store.planes(unit)
+        return planes[WEIGHT].view(entry)
+
+    def _state(self, unit: Unit) -> Iterator[TensorToWrite]:
+        """Residue and optimizer planes of one unit, in the planes' own order; 4-byte elements first."""
+        planes = self._engine.store.planes(unit)
+        kinds = [*self._engine.optimizer.state_planes, RESIDUE]
+        for kind in kinds:
+            for entry in unit.layout.entries:
+                section = planes[kind].sections.get(entry.dtype)
+                if section is not None:
+                    name = SEPARATOR.join((kind, unit.names[entry.name]))
+                    yield TensorToWrite(name, entry.shape, section.dtype, Maker(self._seen, unit.index, kind, entry))
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """Makes one state tensor, a view of the planes that are seen when it is asked."""
+
+    seen: Mapping[int, Mapping[str, Plane]]
+    unit: int
+    kind: str
+    entry: Entry
+
+    def __call__(self) -> Tensor:
+        return self.seen[self.unit][self.kind].view(self.entry)
+
+
+def element_names(engine: Engine) -> dict[str, str]:
+    """Element types of the optimizer's planes, as safetensors calls them."""
+    found = {}
+    for kind, spec in engine.optimizer.state_planes.items():
+        dtypes = {dtype for dtype in spec.dtypes if dtype is not None}
+        found[kind] = "+".join(sorted(ELEMENT_NAMES[dtype] for dtype in dtypes))
+    return found
+
+
+def _file(name: str, tensors: list[TensorToWrite]) -> FileToWrite:
+    return FileToWrite(name=name, header=header_of(tensors, {"format": "pt"}), tensors=tuple(tensors))

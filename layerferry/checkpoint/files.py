@@ -1,0 +1,104 @@
+"""The only door between a checkpoint and the disk: a dozen primitives, each of which a test can make fail or be the last.
+
+Nothing here retries or repairs. Files are made with the user's umask (no ``mkstemp``, whose files are private). What is
+written leaves the page cache once it is on the disk: the host memory belongs to the planes. Checked by
+``tests/checkpoint/test_files.py``; broken on purpose by ``tests/checkpoint/faults.py``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+PIECE_BYTES = 1 << 30
+"""Linux transfers at most 2 GiB - 4 KiB in one call."""
+
+PRIMITIVES = ("make_folder", "create", "write", "sync", "close", "rename", "sync_folder", "remove", "free_bytes")
+"""Names of the operations that change or ask the disk: where faults are injected."""
+
+
+class Files:
+    """The real disk. Safe to use from any thread; a descriptor belongs to whoever created it."""
+
+    def make_folder(self, path: Path) -> None:
+        os.mkdir(path)
+
+    def create(self, path: Path) -> int:
+        """A descriptor of a new, empty file."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def write(self, descriptor: int, piece: memoryview) -> int:
+        """Bytes that were taken, at least one."""
+        return os.write(descriptor, piece[:PIECE_BYTES])
+
+    def sync(self, descriptor: int) -> None:
+        """Everything written is on the disk, and no longer in memory."""
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self, descriptor: int) -> None:
+        os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """``target`` may be a file, which is replaced, or must not be there."""
+        os.rename(source, target)
+
+    def sync_folder(self, path: Path) -> None:
+        """The names in ``path`` are on the disk."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def remove(self, path: Path) -> None:
+        """A file or a whole folder; nothing happens where there is none."""
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    def free_bytes(self, path: Path) -> int:
+        """Bytes that this user may still write beside ``path``."""
+        return shutil.disk_usage(path).free
+
+
+def write_all(files: Files, descriptor: int, piece: memoryview) -> None:
+    """Write the whole of ``piece``, however little the system takes at a time."""
+    while piece:
+        piece = piece[files.write(descriptor, piece) :]
+
+
+def write_file(files: Files, path: Path, content: bytes) -> None:
+    """A new file with ``content``, on the disk."""
+    descriptor = files.create(path)
+    try:
+        write_all(files, descriptor, memoryview(content))
+        files.sync(descriptor)
+    finally:
+        files.close(descriptor)
+
+
+def replace_file(files: Files, path: Path, content: bytes) -> None:
+    """``path`` is the old file or the new one, whole, whatever happens."""
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    files.remove(partial)
+    write_file(files, partial, content)
+    files.rename(partial, path)
+    files.sync_folder(path.parent)
+
+
+def reason_of(error: OSError) -> str:
+    """What went wrong and what helps, in a few words."""
+    remedies = {
+        errno.ENOSPC: "the disk is full: free space, or lower save_total_limit",
+        errno.EDQUOT: "the quota is used up: free space, or lower save_total_limit",
+        errno.EROFS: "the file system is read-only: remount it, or use another output_dir",
+        errno.EACCES: "not permitted: check the owner and mode of output_dir",
+        errno.ENOENT: "the folder has vanished: is the disk still mounted?",
+        errno.EIO: "the disk reports an input/output error: look at the kernel's log",
+        errno.ESTALE: "the network file system has lost the folder: mount it again",
+    }
+    return remedies.get(error.errno or 0, error.strerror or str(error))
