@@ -23,9 +23,11 @@ from layerferry.engine.pretrained import ModelFolder
 from layerferry.engine.randomness import seed_of
 from layerferry.errors import CheckpointError
 from layerferry.layout import FP32_PLANE, GRAD_PLANE
-from layerferry.models.build import ATTENTION, build_on_meta, read_config, take_block_size
+from layerferry.models.build import ATTENTION, build_on_meta, read_config, refuse_missing_folder, take_block_size
+from layerferry.models.grown import GrownSource, grown_rows
 from layerferry.models.initial import initial_parameters
 from layerferry.models.parameter_source import ParameterSource
+from layerferry.models.router_balance import ask_for_balance
 from layerferry.models.skeleton import Skeleton
 from layerferry.models.varlen import use_where_possible
 from layerferry.optim.adamw import AdamW
@@ -52,6 +54,7 @@ def load(
     backend: Backend | None = None,
     row_tokens: int = 2048,
     weights: str | Path | None = None,
+    num_tokens: int | None = None,
     **engine_options: Any,
 ) -> Engine:
     """An engine that trains ``model`` (folder, hub id, or a live model whose weights are copied).
@@ -59,8 +62,8 @@ def load(
     ``config`` carries every setting of a run; without it, ``engine_options`` are fields of ``EngineConfig`` (``device``,
     ``device_memory``, ``micro_batch_rows`` ...) and ``row_tokens`` is the longest row that will be trained. ``plan`` None:
     the planner chooses. ``weights``: a folder whose weights are taken instead of the model's own (a checkpoint of its run).
-    Raises ``PlanError`` (does not fit), ``ModelRefused`` (cannot be right), ``CheckpointError``
-    (files).
+    ``num_tokens``: length of the tokenizer, for ``resize_vocab``. Raises ``PlanError`` (does not fit),
+    ``ModelRefused`` (cannot be right), ``CheckpointError`` (files).
     """
     live = None if isinstance(model, (str, Path)) else model
     if config is None:
@@ -68,7 +71,7 @@ def load(
         config = Config(model=ModelConfig(model_name_or_path=name), engine=EngineConfig(**engine_options))
     backend = backend or make(config.engine.device)
     optimizer = optimizer or AdamW.of(config.optim)
-    built, source, folder = _build(config, live)
+    built, source, folder = _build(config, live, num_tokens)
     if weights is not None:
         source = ParameterSource(built, CheckpointFolder(weights))
     if backend.device.type == "cuda" and config.model.flash_attn == "auto":
@@ -86,7 +89,7 @@ def load(
     return engine
 
 
-def _build(config: Config, live: PreTrainedModel | None) -> tuple[PreTrainedModel, Any, ModelFolder]:
+def _build(config: Config, live: PreTrainedModel | None, num_tokens: int | None) -> tuple[PreTrainedModel, Any, ModelFolder]:
     """The model on meta, where its parameters come from (None: random), and how it is written."""
     given = config.model
     dtype = torch.float32 if config.train.fp32 else torch.bfloat16
@@ -100,14 +103,28 @@ def _build(config: Config, live: PreTrainedModel | None) -> tuple[PreTrainedMode
         cache_dir=given.cache_dir,
     )
     block = take_block_size(hf_config)
-    built = build_on_meta(
-        hf_config, dtype=dtype, attention=ATTENTION[given.flash_attn], trust_remote_code=given.trust_remote_code
-    )
+    ask_for_balance(hf_config, given.moe_aux_loss_coef)
+
+    def build(rows: int) -> PreTrainedModel:
+        hf_config.get_text_config().vocab_size = rows
+        return build_on_meta(
+            hf_config, dtype=dtype, attention=ATTENTION[given.flash_attn], trust_remote_code=given.trust_remote_code
+        )
+
+    known_rows = int(hf_config.get_text_config().vocab_size)
+    rows = known_rows
+    if given.resize_vocab and num_tokens is not None and num_tokens > known_rows:
+        rows = grown_rows(num_tokens)
     if given.train_from_scratch:
+        built = build(rows)
         return built, None, ModelFolder(built, source=None)
     path = local_folder(given)
-    source = ParameterSource(built, DequantisedFolder(CheckpointFolder(path), block=block))
-    return built, source, ModelFolder(built, source=path, used_transforms=source.used_transforms)
+    source = ParameterSource(built := build(known_rows), DequantisedFolder(CheckpointFolder(path), block=block))
+    if rows == known_rows:
+        return built, source, ModelFolder(built, source=path, used_transforms=source.used_transforms)
+    built = build(rows)
+    grown = GrownSource(source, built, old_rows=known_rows, seed=config.train.seed)
+    return built, grown, ModelFolder(built, source=path, used_transforms=source.used_transforms)
 
 
 def local_folder(given: ModelConfig) -> Path:
@@ -115,6 +132,7 @@ def local_folder(given: ModelConfig) -> Path:
     path = Path(given.model_name_or_path)
     if path.is_dir():
         return path
+    refuse_missing_folder(given.model_name_or_path)
     from huggingface_hub import snapshot_download
 
     try:

@@ -15,6 +15,7 @@ from layerferry.config import Config, ModelConfig
 from layerferry.data.pipeline import make_template
 from layerferry.data.templates import Template
 from layerferry.errors import DataError
+from layerferry.models.build import refuse_missing_folder
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ def load(config: Config) -> Loaded:
 def _from_files(model: ModelConfig) -> Any:
     from transformers import AutoTokenizer
 
+    refuse_missing_folder(model.model_name_or_path)
     path = Path(model.model_name_or_path)
     if path.is_dir() and not any((path / name).is_file() for name in FILES):
         raise DataError(f"{path} has no tokenizer: one of {', '.join(FILES)} is needed beside the model")

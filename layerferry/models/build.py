@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,12 +25,19 @@ _LOOKS_AHEAD = "{}: a model that looks ahead (an encoder); only causal (decoder-
 OTHER_MODALITIES = ("vision_config", "audio_config", "image_config", "speech_config")
 
 
+def refuse_missing_folder(source: str) -> None:
+    """Raise ``CheckpointError`` where ``source`` is neither a folder nor anything that the hub could know."""
+    if not Path(source).is_dir() and re.fullmatch(r"[\w-][\w.-]*(?:/[\w.-]+)?", source) is None:
+        raise CheckpointError(f"model_name_or_path: {source}: no such folder")
+
+
 def read_config(
     source: str, *, revision: str = "main", trust_remote_code: bool = False, cache_dir: str | None = None
 ) -> PretrainedConfig:
     """The config of a model folder or hub id. Raises ``CheckpointError`` where there is none."""
     from transformers import AutoConfig
 
+    refuse_missing_folder(source)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             source, revision=revision, trust_remote_code=trust_remote_code, cache_dir=cache_dir

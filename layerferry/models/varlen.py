@@ -104,8 +104,8 @@ def attention(
         return output, None
     assert max_length_q is not None and not dropout, "attention dropout has no variable-length kernel"
     rows, heads, tokens, width = query.shape
-    flat = [t.transpose(1, 2).reshape(rows * tokens, t.shape[1], width) for t in (query, key, value)]
-    packed = varlen_kernel(*flat, cu_seq_lens_q, max_length_q, scaling, kwargs.get("sliding_window"))
+    q, k, v = (t.transpose(1, 2).reshape(rows * tokens, t.shape[1], width) for t in (query, key, value))
+    packed = varlen_kernel(q, k, v, cu_seq_lens_q, max_length_q, scaling, kwargs.get("sliding_window"))
     return packed.view(rows, tokens, heads, width), None
 
 
@@ -124,5 +124,6 @@ def varlen_kernel(
         options["is_causal"] = True
     if "enable_gqa" in accepted:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
-    output: Tensor = varlen_attn(query, key, value, starts, starts, longest, longest, **options)
+    output = varlen_attn(query, key, value, starts, starts, longest, longest, **options)
+    assert isinstance(output, Tensor)
     return output

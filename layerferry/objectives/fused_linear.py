@@ -70,11 +70,13 @@ class FusedLinear:
         for part in head.chunks(labels.numel()):
             logits = F.linear(inputs[part], weight, bias)
             loss, slope = self._loss_and_gradient(logits, labels[part], 1.0 / denominator, self.shape.scale, self.shape.cap)
+            del logits
             total = total + loss
             torch.mm(slope, weight, out=gradient[part])
             _add_outer(weight_sum, slope, inputs[part])
             if bias_entry is not None:
                 head.accumulator.view(bias_entry).add_(slope.sum(0, dtype=torch.float32))
+            del slope  # two buffers of C x V at the most are alive
         return total, head.backward(normed, leaf, gradient)
 
 

@@ -38,8 +38,8 @@ from layerferry.units import Unit
 HOST, DEVICE = "@host", "@device"
 TRANSIENT_ACTIVATIONS = 3
 """Widest activations alive at once beside what is kept: estimate, gate and up projections and their product."""
-FUSED_LOGITS = 3
-"""Chunks of logits alive at once in the fused head: the old slope, the new logits and the new slope."""
+FUSED_LOGITS = 2
+"""Chunks of logits alive at once in the fused head: the logits and their slope."""
 _NAMES = {
     WEIGHT: "weights (bf16: high half of the fp32 master)",
     RESIDUE: "residues (low half of the master)",
@@ -261,7 +261,6 @@ def _head_bytes(model: Model, plan: Plan, shape: Shape) -> int:
         # gradient, chosen rows, normed rows, their gradient; the norm's graph (fp32 input and the bf16 one)
         rows = tokens * (5 * widths + 4 * model.hidden_size + 16)
         norm_backward = 3 * 4 * model.hidden_size * tokens
-        copies = FUSED_LOGITS if chunk < tokens else FUSED_LOGITS - 1
-        return rows + max(copies * logits * model.compute_bytes, norm_backward)
+        return rows + max(FUSED_LOGITS * logits * model.compute_bytes, norm_backward)
     # log-softmax and two gradients in fp32, and the head's weight gradient in one piece
     return tokens * (widths + 16) + 12 * logits + widths * model.vocab_size

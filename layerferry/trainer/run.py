@@ -60,7 +60,13 @@ def train(config: Config) -> None:
         backend = make(config.engine.device)
         machine = machine_for(config.engine, backend)  # before loading: free memory is what the plan had to choose from
         row_tokens = max(int(samples.lengths.max()) for samples in (data.train, *data.eval.values()))
-        engine = api.load(config.model.model_name_or_path, config=config, backend=backend, row_tokens=row_tokens)
+        engine = api.load(
+            config.model.model_name_or_path,
+            config=config,
+            backend=backend,
+            row_tokens=row_tokens,
+            num_tokens=len(loaded.tokenizer),
+        )
         stack.callback(engine.close)
         question = problem(Model.of(engine.skeleton), engine.store.specs, machine, config, row_tokens)
         logger.info("%s", render(engine.plan, question))
@@ -90,6 +96,8 @@ def train(config: Config) -> None:
 def check_vocabulary(config: Config, data: DataSets) -> None:
     """Raise ConfigError where the rows hold ids that the model's embedding does not have."""
     given = config.model
+    if given.resize_vocab:
+        return
     found = read_config(
         given.model_name_or_path,
         revision=given.model_revision,
@@ -101,7 +109,7 @@ def check_vocabulary(config: Config, data: DataSets) -> None:
     if largest >= num_rows:
         raise ConfigError(
             f"the data holds token {largest}, and the embedding of {given.model_name_or_path} ends at {num_rows - 1}: "
-            "new rows are not there yet; remove add_tokens and add_special_tokens, or take a template whose tokens the model has"
+            "resize_vocab: true gives new tokens rows, or take a template whose tokens the model has"
         )
 
 
