@@ -53,3 +53,4 @@ demo: $(READY)
 
 docs: $(READY)
 	$(PY) tools/render_keys.py
+	$(PY) tools/render_families.py

@@ -101,11 +101,17 @@ def verify(model_dir: Path) -> VerifyReport:
 
     Raises ``ModelRefused`` for a model that the engine does not train, ``CheckpointError`` where there is no usable config.
     """
-    from layerferry.engine.oracle import WholeRows, drawing_by_place, loss_and_gradients
     from layerferry.models.build import read_config, refuse_unsupported
 
     config = read_config(str(model_dir))
     refuse_unsupported(config)
+    with torch.random.fork_rng(devices=[]):
+        return _verified(config)
+
+
+def _verified(config: Any) -> VerifyReport:
+    from layerferry.engine.oracle import WholeRows, drawing_by_place, loss_and_gradients
+
     model = _random_model(_small(config))
     num_params = sum(parameter.numel() for parameter in model.parameters())
     if num_params > MAX_PARAMS:
@@ -148,18 +154,17 @@ def _random_model(config: Any) -> Any:
     """fp32 weights, none at a special value: a norm at 1 or a bias at 0 would hide a mistake. It has run once."""
     from transformers import AutoModelForCausalLM
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        try:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-            with torch.no_grad():
-                model(input_ids=_micro_batches()[0].input_ids, use_cache=False)
-        except Exception as error:  # as above
-            reason = f"{config.model_type}: transformers does not run a small copy of it: {_first_line(error)}"
-            raise ModelRefused(reason) from error
+    torch.manual_seed(SEED)
+    try:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
         with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.02)
+            model(input_ids=_micro_batches()[0].input_ids, use_cache=False)
+    except Exception as error:  # as above
+        reason = f"{config.model_type}: transformers does not run a small copy of it: {_first_line(error)}"
+        raise ModelRefused(reason) from error
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
     return model
 
 

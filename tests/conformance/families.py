@@ -248,7 +248,7 @@ REFUSED: tuple[Refused, ...] = (
         model_type="gemma4_text",
         changes={**BY_TYPE["gemma4_text"].changes, "num_kv_shared_layers": 2},
         reason="changed between the layers",
-        because="layers share key-value states",
+        because="with `num_kv_shared_layers`: layers share key-value states",
     ),
     Refused(
         model_type="gemma3n_text",
