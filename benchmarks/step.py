@@ -47,9 +47,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=1.0)
     parser.add_argument("--slots", type=int, default=3)
     parser.add_argument("--slabs", type=int, default=2)
-    parser.add_argument(
-        "--home", type=int, default=0, help="layers, from the first, that live on the device; the ends too when all do"
-    )
+    parser.add_argument("--auto", type=int, default=0, help="1: the planner chooses everything but rows and their length")
+    parser.add_argument("--device-memory", type=float, default=0.0, help="GiB that the planner may use; 0: what is there")
+    parser.add_argument("--home", type=int, default=0, help="units, from the embedding on, that live on the device")
     parser.add_argument("--resident-gradients", type=int, default=0)
     parser.add_argument("--chunk-tokens", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=0, help="optimizer threads; 0: cores - 2")
@@ -66,11 +66,11 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def random_batches(args: argparse.Namespace, vocab_size: int) -> list[MicroBatch]:
+def random_batches(args: argparse.Namespace, engine: Engine) -> list[MicroBatch]:
     batches = []
-    for start in range(0, args.rows, args.micro_batch_rows):
-        rows = min(args.micro_batch_rows, args.rows - start)
-        ids = torch.randint(0, vocab_size, (rows, args.row_tokens))
+    for start in range(0, args.rows, engine.plan.micro_batch_rows):
+        rows = min(engine.plan.micro_batch_rows, args.rows - start)
+        ids = torch.randint(0, int(engine.skeleton.vocab_size), (rows, args.row_tokens))
         batches.append(MicroBatch(input_ids=ids, labels=ids.clone(), lengths=torch.full((rows,), args.row_tokens)))
     return batches
 
@@ -84,11 +84,8 @@ def resident_bytes() -> int:
 
 def plan_of(args: argparse.Namespace, on_cuda: bool) -> Plan:
     cores = len(os.sched_getaffinity(0))
-    layers = config_of(args.model, layers=args.layers).num_hidden_layers
-    everything = layers + (1 if config_of(args.model).tie_word_embeddings else 2)
-    home = range(everything) if args.home >= layers else range(1, args.home + 1)
     return Plan(
-        on_device=tuple(home),
+        on_device=tuple(range(args.home)),
         resident_gradients=bool(args.resident_gradients),
         num_slots=args.slots,
         num_slabs=args.slabs,
@@ -111,18 +108,18 @@ def build(args: argparse.Namespace) -> tuple[Engine, int]:
         config = Config(
             model=ModelConfig(model_name_or_path=folder, train_from_scratch=True),
             optim=OptimConfig(weight_decay=0.01),
-            train=TrainConfig(),
-            engine=EngineConfig(device=args.device),
+            train=TrainConfig(per_device_train_batch_size=args.rows),
+            engine=EngineConfig(device=args.device, device_memory=int(args.device_memory * GIB) or None),
         )
         if backend.name == "cuda":
             torch.zeros(1, device=backend.device)  # the context itself is no part of the store
         before, begin = resident_bytes(), time.perf_counter()
-        engine = layerferry.load(folder, config=config, plan=plan_of(args, backend.name == "cuda"), backend=backend)
+        plan = None if args.auto else plan_of(args, backend.name == "cuda")
+        engine = layerferry.load(folder, config=config, plan=plan, backend=backend, row_tokens=args.row_tokens)
         backend.synchronize()
     resident = resident_bytes() - before
-    say(
-        f"built in {time.perf_counter() - begin:.1f} s: {engine.num_params / 1e9:.3f}B parameters, resident {resident / GIB:.2f} GiB"
-    )
+    build_s = time.perf_counter() - begin
+    say(f"built in {build_s:.1f} s: {engine.num_params / 1e9:.3f}B parameters, resident {resident / GIB:.2f} GiB")
     return engine, resident
 
 
@@ -149,11 +146,11 @@ def git_commit() -> str:
 
 def measure(engine: Engine, args: argparse.Namespace, resident: int) -> dict[str, Any]:
     """One row: the median of ``args.steps`` steps after the warm-up."""
-    backend, vocab = engine.backend, int(engine.skeleton.vocab_size)
+    backend = engine.backend
     seconds, link, optimizer, busy = [], [], [], []
     uploaded = drained = 0
     for number in range(args.warmup + args.steps):
-        batches = random_batches(args, vocab)
+        batches = random_batches(args, engine)
         if number == args.warmup:
             backend.reset_peak()
         up0, down0, busy0 = engine.feed.uploaded_bytes, engine.drain.drained_bytes, engine.deferred.busy_s
@@ -191,6 +188,8 @@ def measure(engine: Engine, args: argparse.Namespace, resident: int) -> dict[str
         "optimizer_busy_s": round(statistics.median(busy), 3),
         "h2d_gb_per_s": round(uploaded / step_s / 1e9, 2),
         "d2h_gb_per_s": round(drained / step_s / 1e9, 2),
+        "predicted_step_s": None if engine.plan.seconds is None else round(engine.plan.seconds.step, 3),
+        "predicted_device_gib": round(engine.plan.total("@device") / GIB, 3) if engine.plan.items else None,
         "plan": engine.plan.to_dict()["choice"],
         "machine": machine(backend),
         "torch": torch.__version__,
@@ -223,7 +222,7 @@ def main() -> None:
             engine.close()
             del engine
             gc.collect()
-            if (variant.home, variant.model) != (previous.home, previous.model):
+            if variant.auto or (variant.home, variant.model) != (previous.home, previous.model):
                 del skeleton, store, optimizer, backend
                 gc.collect()
                 engine, resident = build(variant)
@@ -238,7 +237,7 @@ def main() -> None:
         if args.timeline and number == 0:
             timeline(engine, variant, Path(args.timeline))
         if args.profile and number == 0:
-            profile(engine, random_batches(variant, int(engine.skeleton.vocab_size)), args.profile)
+            profile(engine, random_batches(variant, engine), args.profile)
     engine.close()
 
 
@@ -251,7 +250,7 @@ def timeline(engine: Engine, args: argparse.Namespace, folder: Path) -> None:
     """Two steps, the second recorded, so that it shows the first one's updates in its forward."""
     from layerferry.trainer.timeline import draw, write_trace
 
-    batches = random_batches(args, int(engine.skeleton.vocab_size))
+    batches = random_batches(args, engine)
     engine.step(batches, lr=1e-5)
     engine.clock.start_recording()
     report = engine.step(batches, lr=1e-5)
