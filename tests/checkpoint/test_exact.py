@@ -1,0 +1,123 @@
+"""N steps = k + save + load + (N - k), bit for bit: for every k, under every plan, in every family and between element types."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from layerferry.backends.chaos import ChaosBackend
+from layerferry.checkpoint.save import Saver
+from layerferry.errors import CheckpointError
+from layerferry.plan import Plan
+from tests.checkpoint.tiny import PLANS, RUN, assert_same, engine_of, load, model_of, save, state_of, train
+
+STEPS = 4
+
+
+@pytest.mark.parametrize("fp32", [False, True])
+def test_every_step(tmp_path: Path, fp32: bool) -> None:
+    model = model_of()
+    whole = engine_of(model, fp32=fp32)
+    losses = train(whole, range(STEPS))
+    expected = state_of(whole)
+    for k in range(STEPS):
+        first = engine_of(model, fp32=fp32)
+        train(first, range(k))
+        saved = save(first, tmp_path, k)
+        assert saved.fault is None
+        second = load(model, saved.folder, fp32=fp32)
+        assert second.num_steps == k
+        assert train(second, range(k, STEPS)) == losses[k:]
+        assert_same(state_of(second), expected)
+
+
+@pytest.mark.parametrize(("before", "after"), zip(PLANS, [*PLANS][1:] + [*PLANS][:1], strict=True))
+def test_another_plan(tmp_path: Path, before: str, after: str) -> None:
+    model = model_of()
+    first = engine_of(model, PLANS[before])
+    train(first, range(2))
+    saved = save(first, tmp_path, 2)
+    second = load(model, saved.folder, PLANS[after])
+    assert_same(state_of(second), state_of(first))
+    assert train(second, range(2, 3)) == train(first, range(2, 3))
+    assert_same(state_of(second), state_of(first))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("qwen2", {"tie_word_embeddings": True}), ("gpt2", {}), ("qwen3_moe", {}), ("deepseek_v3", {}), ("gpt_oss", {})],
+)
+def test_families(tmp_path: Path, family: str, changes: dict[str, bool]) -> None:
+    """Tied ends, Conv1D, experts that are split on the disk, fp32-only parameters and persistent buffers."""
+    model = model_of(family, **changes)
+    first = engine_of(model)
+    train(first, range(2))
+    saved = save(first, tmp_path, 2)
+    second = load(model_of(family, **changes), saved.folder, PLANS["home"])
+    assert_same(state_of(second), state_of(first))
+    assert train(second, range(2, 4)) == train(first, range(2, 4))
+    assert_same(state_of(second), state_of(first))
+
+
+def test_gradient_planes_of_four_bytes(tmp_path: Path) -> None:
+    """The carry changes what is computed next, not what was saved: gradients are no state."""
+    model = model_of()
+    first = engine_of(model, Plan(num_waves=2, carry_fp32=True))
+    train(first, range(2))
+    assert_same(state_of(load(model, save(first, tmp_path, 2).folder)), state_of(first))
+
+
+@pytest.mark.parametrize("from_fp32", [False, True])
+def test_split_and_whole_masters_become_each_other(tmp_path: Path, from_fp32: bool) -> None:
+    """The masters' fp32 bits and the moments pass unchanged; what is computed afterwards is another type's arithmetic."""
+    model = model_of()
+    first = engine_of(model, fp32=from_fp32)
+    train(first, range(3))
+    saved = save(first, tmp_path, 3)
+    second = load(model, saved.folder, fp32=not from_fp32)
+    assert_same(state_of(second), state_of(first))
+
+
+def test_plain_transformers_loads_the_weights(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = model_of("qwen3_moe")
+    engine = engine_of(model)
+    train(engine, range(2))
+    saved = save(engine, tmp_path, 2)
+    engine.folder.write_config(saved.folder, engine.store)
+    engine.save_pretrained(tmp_path / "export")
+    found = AutoModelForCausalLM.from_pretrained(saved.folder).state_dict()
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) and found[name].dtype == expected[name].dtype for name in expected)
+
+
+def test_training_while_it_is_written_under_a_hostile_backend(tmp_path: Path) -> None:
+    """No race between writer, worker and lanes (``chaos`` raises on one), and the checkpoint is step 2 although 3 and 4 ran."""
+    model = model_of()
+    for seed in range(3):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        engine = engine_of(model, PLANS["home"], backend=ChaosBackend(seed))
+        train(engine, range(2))
+        saver = Saver(engine, folder, run=RUN)
+        saver.start(2, {})
+        train(engine, range(2, 4))
+        saved = saver.take_outcome(wait=True)
+        saver.close()
+        assert saved is not None and saved.fault is None
+        plain = engine_of(model)
+        train(plain, range(2))
+        assert_same(state_of(load(model, saved.folder)), state_of(plain))
+        engine.close()
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    engine = engine_of(model_of())
+    train(engine, range(1))
+    saved = save(engine, tmp_path, 1)
+    with pytest.raises(CheckpointError):
+        load(model_of(num_hidden_layers=3), saved.folder)

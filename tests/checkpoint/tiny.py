@@ -1,0 +1,110 @@
+"""Tiny engines on the CPU, batches by number, and the whole state of an engine as bytes by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import layerferry
+from layerferry.backends import Backend
+from layerferry.backends.cpu import CpuBackend
+from layerferry.checkpoint.manifest import Manifest
+from layerferry.checkpoint.restore import check_weights, restore
+from layerferry.checkpoint.save import Saved, Saver
+from layerferry.config import Config, ModelConfig, TrainConfig
+from layerferry.engine.batch import MicroBatch
+from layerferry.engine.engine import Engine
+from layerferry.layout import GRAD, RESIDUE, WEIGHT
+from layerferry.master import join_master
+from layerferry.plan import Plan
+from tests.models.tiny_models import tiny_model
+
+RUN = "0123456789abcdef"
+LR = 3e-3
+
+PLANS = {
+    "streamed": Plan(num_slots=2, num_slabs=1),
+    "resident": Plan(num_slots=4, num_slabs=3, activation_budget=0.0),
+    "waves": Plan(num_waves=2, resident_gradients=True, optimizer_threads=2),
+    "home": Plan(on_device=(0, 2), num_slots=2),
+    "all at home": Plan(on_device=(0, 1, 2, 3)),
+}
+"""Plans with one sequence of bits: they differ in places, counts and recomputation."""
+
+
+def model_of(family: str = "llama", **changes: Any) -> Any:
+    return tiny_model(family, dtype=torch.bfloat16, **changes).train()
+
+
+def engine_of(
+    model: Any, plan: Plan | None = None, *, fp32: bool = False, weights: Path | None = None, backend: Backend | None = None
+) -> Engine:
+    plan = replace(plan or PLANS["streamed"], fp32=fp32)
+    units = 3 if model.config.tie_word_embeddings else 4
+    plan = replace(plan, on_device=tuple(index for index in plan.on_device if index < units))
+    config = Config(model=ModelConfig(model_name_or_path="live"), train=TrainConfig(fp32=fp32))
+    return layerferry.load(model, config=config, plan=plan, backend=backend or CpuBackend(), weights=weights)
+
+
+def batch_of(step: int, *, rows: int = 2, count: int = 2) -> list[MicroBatch]:
+    """The micro-batches of step ``step``: ids by number, some tokens without loss."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    found = []
+    for number in range(count):
+        ids = torch.randint(3, 96, (rows, 16), generator=generator)
+        labels = ids.clone()
+        labels[:, : 3 * number] = -100
+        found.append(MicroBatch(input_ids=ids, labels=labels, lengths=torch.full((rows,), 16)))
+    return found
+
+
+def train(engine: Engine, steps: range) -> list[tuple[float, float]]:
+    """(loss, norm) of each step."""
+    reports = [engine.step(batch_of(step), lr=LR * (1 + step % 3)) for step in steps]
+    return [(report.loss, report.grad_norm) for report in reports]
+
+
+def state_of(engine: Engine) -> dict[str, torch.Tensor]:
+    """Master (fp32 bits, joined) and optimizer planes by parameter name, and the weights that the device computes with."""
+    engine.settle()
+    found = {}
+    for unit in engine.store.units:
+        for entry in unit.layout.entries:
+            name = unit.names[entry.name]
+            planes = engine.store.planes(unit)
+            weight = planes[WEIGHT].view(entry)
+            master = weight if entry.dtype == torch.float32 else join_master(weight, planes[RESIDUE].view(entry))
+            found[f"master {name}"] = master.clone()
+            for kind, plane in planes.items():
+                if kind not in (GRAD, WEIGHT, RESIDUE):
+                    found[f"{kind} {name}"] = plane.view(entry).clone()
+    return found
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name].view(torch.int32), value.view(torch.int32)), f"{name}: other bits"
+
+
+def save(engine: Engine, folder: Path, step: int, **options: Any) -> Saved:
+    """One checkpoint, waited for."""
+    saver = Saver(engine, folder, run=RUN, **options)
+    saver.start(step, {})
+    outcome = saver.take_outcome(wait=True)
+    saver.close()
+    assert outcome is not None
+    return outcome
+
+
+def load(model: Any, folder: Path, plan: Plan | None = None, *, fp32: bool = False, backend: Backend | None = None) -> Engine:
+    """An engine that takes up ``folder``, as the trainer does it."""
+    manifest = Manifest.read(folder)
+    manifest.check_sizes(folder)
+    check_weights(folder, manifest)
+    engine = engine_of(model, plan, fp32=fp32, weights=folder, backend=backend)
+    restore(engine, folder, manifest)
+    return engine
