@@ -152,6 +152,15 @@ def test_the_design_names_every_part_of_the_house() -> None:
             assert re.search(rf"(?<!\w){re.escape(name)}", design), f"docs/design.md does not name {name}"
 
 
+def test_the_commands_of_the_readme_are_those_of_the_command_line() -> None:
+    from layerferry.cli import _parser
+
+    usage = _parser().format_help().partition("options:")[0]
+    there = set(re.findall(r"^    ([a-z]+) ", usage, flags=re.M)) - {"version", "env"}
+    named = set(re.findall(r"^\| `layerferry (\w+)", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.M))
+    assert named == there
+
+
 # ---------------------------------------------------------------- examples
 
 
