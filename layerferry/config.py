@@ -116,6 +116,8 @@ class TrainConfig:
     save_strategy: str = "steps"
     save_steps: float = 500
     save_total_limit: int | None = None
+    save_only_model: bool = False
+    """Checkpoints without optimizer state: a sixth of the bytes, and nothing can be resumed from them."""
     eval_strategy: str = "no"
     eval_steps: float | None = None
     """None: as logging_steps."""
@@ -130,6 +132,10 @@ class TrainConfig:
     include_num_input_tokens_seen: bool = False
     gradient_checkpointing: bool = True
     """False (LLaMA-Factory's disable_gradient_checkpointing): keep every activation."""
+    max_skipped_steps: int = 10
+    """Steps in a row whose loss or gradient norm may be not finite before the run stops."""
+    watchdog_minutes: float = 30.0
+    """A run in which some lane has to move and does not for so long is ended; 0: never."""
     fp32: bool = False
     """Compute in fp32 (LLaMA-Factory: neither bf16 nor pure_bf16 on a CPU); weights 4 bytes, no residue."""
 

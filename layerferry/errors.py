@@ -41,3 +41,11 @@ class ModelRefused(LayerFerryError):
     """The engine cannot train this model correctly: exit code 4. The message carries the reason."""
 
     exit_code = 4
+
+
+class Interrupted(LayerFerryError):
+    """A signal has ended the run after its step: exit code 128 + the signal's number, as a shell counts. Says how to go on."""
+
+    def __init__(self, message: str, *, signal_number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number

@@ -13,7 +13,6 @@ it is kept for ``take_outcome``. Checked by ``tests/checkpoint/test_save.py`` an
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -71,7 +70,6 @@ class Saver:
         self._contents = Contents(engine, model_only=model_only)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._adder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksum")
-        self._stop = threading.Event()
         self._pending: Future[Saved] | None = None
         self.bytes_written = 0
         """Bytes of all checkpoints so far: whether the writer moves."""
@@ -124,8 +122,7 @@ class Saver:
         return pending.result()
 
     def close(self) -> None:
-        """Give up what is being written, at the next piece, and end the threads."""
-        self._stop.set()
+        """Finish what is being written, and end the threads."""
         self._writer.shutdown(wait=True)
         self._adder.shutdown(wait=True)
 
@@ -154,8 +151,6 @@ class Saver:
         self._files.make_folder(partial)
         records: dict[str, FileRecord] = {}
         for piece in self._contents.pieces:
-            if self._stop.is_set():
-                raise CheckpointError("the run ended before it was written")
             self._write_piece(partial, piece, holds, records)
         for name, content in {**small_files, INDEX_FILE: self._contents.index}.items():
             write_file(self._files, partial / name, content)

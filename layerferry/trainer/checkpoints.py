@@ -1,41 +1,36 @@
-"""Saving a model while a run goes on, and at its end.
+"""Saving while a run goes on, and the model at its end.
 
-A checkpoint is a Hugging Face model folder with ``trainer_state.json``; whatever more a resumed run will need belongs
-into ``save_checkpoint``. It is written beside its place and renamed, so a full disk leaves the earlier checkpoints
-whole and the run alive. Leaves out: optimizer state, resuming. Checked by ``tests/trainer/test_checkpoints.py``.
+The bytes are the work of ``layerferry/checkpoint``; here stands when, with which small files beside them, and what a person is
+told. Config and tokenizer are made once: they do not change. Checked by ``tests/trainer/test_checkpoints.py``.
 """
 
 from __future__ import annotations
 
 import logging
-import shutil
+import tempfile
 from pathlib import Path
 from typing import Any, Protocol
 
+from layerferry.checkpoint.folders import name_of
+from layerferry.checkpoint.save import Saved, Saver
+from layerferry.engine.engine import Engine
 from layerferry.errors import LayerFerryError
-from layerferry.trainer.folder import whole_files, whole_folder
-from layerferry.trainer.history import History
+from layerferry.trainer.folder import whole_files
+from layerferry.trainer.history import STATE_NAME, History
+from layerferry.trainer.state import RunState
 
 logger = logging.getLogger("layerferry.trainer")
 
 
-class Saver(Protocol):
-    """What is asked of the engine here."""
+class ModelSaver(Protocol):
+    """What is asked of the engine for the last save."""
 
     def settle(self) -> None: ...
 
     def save_pretrained(self, folder: Path, *, tokenizer: Any = None) -> None: ...
 
 
-def save_checkpoint(folder: Path, engine: Saver, tokenizer: Any, history: History) -> None:
-    """Write ``checkpoint-N`` whole, or not at all."""
-    engine.settle()
-    with whole_folder(folder) as filled:
-        engine.save_pretrained(filled, tokenizer=tokenizer)
-        history.write_state(filled)
-
-
-def save_model(folder: Path, engine: Saver, tokenizer: Any) -> None:
+def save_model(folder: Path, engine: ModelSaver, tokenizer: Any) -> None:
     """Write the trained model into the output folder."""
     engine.settle()
     try:
@@ -46,22 +41,59 @@ def save_model(folder: Path, engine: Saver, tokenizer: Any) -> None:
 
 
 class Checkpoints:
-    """The checkpoints of this run; those of an earlier one are never touched unless a new one has their name."""
+    """The checkpoints of this run, written in the background one at a time. Called by the training loop only."""
 
-    def __init__(self, output_dir: Path, keep: int | None) -> None:
-        self._output_dir = output_dir
-        self._keep = keep
-        self._written: list[Path] = []
+    def __init__(self, saver: Saver, side_files: dict[str, bytes]) -> None:
+        self._saver, self._side_files = saver, side_files
+        self._last: tuple[int, bool] | None = None  # step of the newest attempt, and whether it is whole
 
-    def save(self, step: int, engine: Saver, tokenizer: Any, history: History) -> None:
-        """Save ``checkpoint-<step>``, then remove the oldest beyond the limit. A failure is reported, and training goes on."""
-        folder = self._output_dir / f"checkpoint-{step}"
-        try:
-            save_checkpoint(folder, engine, tokenizer, history)
-        except OSError as error:
-            logger.error("%s could not be saved (%s); training goes on", folder, error.strerror or error)
+    def save(self, step: int, state: RunState, history: History) -> None:
+        """Begin ``checkpoint-<step>``; what is due while an earlier one is being written waits for it."""
+        if self._last is not None and self._last[0] == step:
             return
-        logger.info("saved %s", folder)
-        self._written.append(folder)
-        while self._keep is not None and len(self._written) > self._keep:
-            shutil.rmtree(self._written.pop(0), ignore_errors=True)
+        self.report(wait=True)
+        small = {**self._side_files, STATE_NAME: history.state_bytes(), **state.files()}
+        self._last = (step, False)
+        self._saver.start(step, small)
+
+    def report(self, *, wait: bool) -> Saved | None:
+        """Say how the newest save has ended, where it has. A fault of the disk is an error in the log, and training goes on."""
+        outcome = self._saver.take_outcome(wait=wait)
+        if outcome is None:
+            return None
+        if outcome.fault is None:
+            assert self._last is not None
+            self._last = (self._last[0], True)
+            rate = outcome.num_bytes / max(outcome.seconds, 1e-9)
+            logger.info("saved %s (%.2f GB at %.2f GB/s)", outcome.folder, outcome.num_bytes / 1e9, rate / 1e9)
+        else:
+            logger.error(
+                "%s could not be saved: %s; earlier checkpoints are whole, training goes on", outcome.folder, outcome.fault
+            )
+        return outcome
+
+    def is_whole(self, step: int) -> bool:
+        """Whether ``checkpoint-<step>`` was written by this process and has ended well."""
+        return self._last == (step, True)
+
+    @property
+    def is_busy(self) -> bool:
+        return self._saver.is_busy
+
+    @property
+    def bytes_written(self) -> int:
+        return self._saver.bytes_written
+
+    @staticmethod
+    def name(step: int) -> str:
+        return name_of(step)
+
+
+def side_files(engine: Engine, tokenizer: Any) -> dict[str, bytes]:
+    """Config, generation config and tokenizer as ``save_pretrained`` writes them: name to content."""
+    with tempfile.TemporaryDirectory(prefix="layerferry-") as made:
+        folder = Path(made)
+        engine.folder.write_config(folder, engine.store)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}

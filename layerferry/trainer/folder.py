@@ -13,25 +13,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from layerferry.config import RESUME_NEVER, TrainConfig
+from layerferry.checkpoint.files import Files
+from layerferry.checkpoint.folders import PARTIAL, clear_leftovers
+from layerferry.config import TrainConfig
 from layerferry.errors import ConfigError
 from layerferry.trainer.history import LOG_NAME
 
-PARTIAL_PREFIX = ".partial-"
 WEIGHT_SUFFIXES = {".safetensors", ".bin"}
 
 
 def check_folder(config: TrainConfig) -> None:
-    """Raise ConfigError where the run could not write its results, or would mix them with those of another run."""
+    """Raise ConfigError where the run could not write its results; whose results are there already is ``resume``'s question."""
     folder = Path(config.output_dir)
-    if config.resume_from_checkpoint not in (None, RESUME_NEVER):
-        raise ConfigError(f"resume_from_checkpoint: {config.resume_from_checkpoint}: resuming is not there yet; remove the key")
-    if config.resume_from_checkpoint is None and not config.overwrite_output_dir and config.do_train:
-        found = earlier_results(folder)
-        if found is not None:
-            raise ConfigError(
-                f"output_dir: {folder} holds {found} of an earlier run; set overwrite_output_dir: true, or another output_dir"
-            )
     try:
         _try_writing(folder)
     except OSError as error:
@@ -49,43 +42,25 @@ def earlier_results(folder: Path) -> str | None:
     return None
 
 
-def open_folder(config: TrainConfig) -> Path:
-    """Make the folder, without the log and the leftovers of an earlier run."""
+def open_folder(config: TrainConfig, *, resumes: bool = False) -> Path:
+    """Make the folder, without the leftovers of a run that was killed and, unless the run ``resumes``, without an earlier log."""
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / LOG_NAME).unlink(missing_ok=True)
+    if not resumes:
+        (folder / LOG_NAME).unlink(missing_ok=True)
     (folder / "all_results.json").unlink(missing_ok=True)
-    for leftover in folder.glob(PARTIAL_PREFIX + "*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    clear_leftovers(Files(), folder)
     return folder
-
-
-@contextmanager
-def whole_folder(target: Path) -> Iterator[Path]:
-    """A folder to fill that takes the place of ``target`` when all went well, and vanishes when it did not."""
-    with _partial(target.parent) as work:
-        filled = work / target.name
-        filled.mkdir()
-        yield filled
-        if target.exists():
-            target.replace(work / "replaced")
-        filled.replace(target)
 
 
 @contextmanager
 def whole_files(folder: Path) -> Iterator[Path]:
     """A folder to fill whose files are moved into ``folder`` when all went well."""
-    with _partial(folder) as work:
+    work = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=folder))
+    try:
         yield work
         for path in sorted(work.iterdir()):
             path.replace(folder / path.name)
-
-
-@contextmanager
-def _partial(parent: Path) -> Iterator[Path]:
-    work = Path(tempfile.mkdtemp(prefix=PARTIAL_PREFIX, dir=parent))
-    try:
-        yield work
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -9,6 +9,7 @@ Leaves out: curves (``plots``), trackers (``reporters``). Checked by ``tests/tra
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +19,8 @@ from typing import Any
 
 from layerferry.config import TrainConfig
 from layerferry.trainer.cadence import Cadence
+
+logger = logging.getLogger("layerferry.trainer")
 
 LOG_NAME = "trainer_log.jsonl"
 STATE_NAME = "trainer_state.json"
@@ -36,6 +39,9 @@ class History:
         self._clock = clock
         self._start_s = clock()
         self.entries: list[Entry] = []
+        self.log_lines: list[str] = []
+        """The lines of trainer_log.jsonl."""
+        self._log_is_written = True
         self.tokens_seen = 0
         self.total_flops = 0.0
 
@@ -54,9 +60,28 @@ class History:
         if self._config.include_num_input_tokens_seen:
             entry["num_input_tokens_seen"] = self.tokens_seen
         self.entries.append(entry)
-        with open(self._folder / LOG_NAME, "a", encoding="utf-8") as file:
-            file.write(json.dumps(_finite(self._log_line(entry))) + "\n")
+        self.log_lines.append(json.dumps(_finite(self._log_line(entry))) + "\n")
+        self._write_log("a", self.log_lines[-1:])
         return entry
+
+    def take_up(self, entries: list[Entry], log_lines: list[str], *, tokens_seen: int, total_flops: float) -> None:
+        """Go on from the record of a checkpoint: what a log had beyond it is forgotten."""
+        self.entries, self.log_lines = list(entries), list(log_lines)
+        self.tokens_seen, self.total_flops = tokens_seen, total_flops
+        self._write_log("w", self.log_lines)
+
+    def _write_log(self, mode: str, lines: list[str]) -> None:
+        """A disk that takes no lines costs the file, not the run; the next line that can be written brings the lost ones."""
+        if not self._log_is_written:
+            mode, lines = "w", self.log_lines
+        try:
+            with open(self._folder / LOG_NAME, mode, encoding="utf-8") as file:
+                file.writelines(lines)
+            self._log_is_written = True
+        except OSError as error:
+            if self._log_is_written:
+                logger.error("%s cannot be written: %s; training goes on", self._folder / LOG_NAME, error.strerror or error)
+            self._log_is_written = False
 
     def _log_line(self, entry: Entry) -> dict[str, Any]:
         step, total = int(entry["step"]), self._cadence.total_steps
@@ -75,9 +100,16 @@ class History:
         return line
 
     def write_state(self, folder: Path) -> None:
-        """Write trainer_state.json into the output folder or a checkpoint."""
+        """Write trainer_state.json into the output folder."""
+        write_json(folder / STATE_NAME, self._state())
+
+    def state_bytes(self) -> bytes:
+        """The content of trainer_state.json, for a checkpoint."""
+        return json_text(self._state()).encode("utf-8")
+
+    def _state(self) -> dict[str, Any]:
         last: Entry = self.entries[-1] if self.entries else {"epoch": 0.0, "step": 0}
-        state: dict[str, Any] = {
+        return {
             "best_global_step": None,
             "best_metric": None,
             "best_model_checkpoint": None,
@@ -99,7 +131,6 @@ class History:
             "trial_name": None,
             "trial_params": None,
         }
-        write_json(folder / STATE_NAME, state)
 
     def write_results(self, split: str, metrics: Mapping[str, float]) -> None:
         """Write ``<split>_results.json`` and merge it into all_results.json."""
@@ -117,8 +148,13 @@ def clock_time(seconds: float) -> str:
 def write_json(path: Path, value: Mapping[str, Any], *, sort_keys: bool = False) -> None:
     """Write a JSON file that is either the old one or the new one, whole."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(_finite(value), indent=2, sort_keys=sort_keys) + "\n", encoding="utf-8")
+    partial.write_text(json_text(value, sort_keys=sort_keys), encoding="utf-8")
     partial.replace(path)
+
+
+def json_text(value: Mapping[str, Any], *, sort_keys: bool = False) -> str:
+    """``value`` as JSON, with null for numbers that are not finite."""
+    return json.dumps(_finite(value), indent=2, sort_keys=sort_keys) + "\n"
 
 
 def _finite(value: Any) -> Any:

@@ -2,7 +2,8 @@
 
 It owns no mathematics: the engine takes a step over a list of micro-batches at a learning rate and says what it was.
 A step whose loss or gradient is not finite has updated nothing; its rows are used up, but neither the step number nor
-the schedule advances. Checked by ``tests/trainer/test_loop.py`` with an engine that only pretends, and by
+the schedule advances. A signal is heeded between two steps. What a later process needs is ``state``.
+Checked by ``tests/trainer/test_loop.py`` with an engine that only pretends, and by
 ``tests/trainer/test_train.py`` with the real one.
 """
 
@@ -10,39 +11,29 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from layerferry.config import Config
 from layerferry.data import Cursor, DataSets, Prefetch, Sampler, StepBatch, step_batches
 from layerferry.engine.engine import Engine, StepReport
-from layerferry.errors import LayerFerryError
 from layerferry.optim.schedule import Schedule
 from layerferry.trainer.cadence import Cadence
 from layerferry.trainer.checkpoints import Checkpoints
 from layerferry.trainer.evaluation import evaluate
+from layerferry.trainer.guards import SkipGuard, SpikeGuard
 from layerferry.trainer.history import Entry, History
+from layerferry.trainer.interrupts import Interrupts
 from layerferry.trainer.meter import Meter, Work, model_flops
 from layerferry.trainer.progress import Progress, View, host_resident_bytes
 from layerferry.trainer.reporters import Reporter
+from layerferry.trainer.state import RunState, Totals, data_facts, settings_of
+from layerferry.trainer.watchdog import Lane, Watchdog
 
 logger = logging.getLogger("layerferry.trainer")
-
-MOST_SKIPPED = 10
-"""Steps in a row that may be skipped."""
-
-
-@dataclass(kw_only=True)
-class Totals:
-    """Sums over a run, and since the last log line. Written by the loop only."""
-
-    step: int = 0
-    skipped_in_a_row: int = 0
-    loss: float = 0.0
-    samples: int = 0
-    window_loss: float = 0.0
-    window_steps: int = 0
 
 
 @dataclass(kw_only=True)
@@ -63,31 +54,51 @@ class Loop:
     meter: Meter
     flops_per_token: Callable[[float], float]
     """Model FLOPs of a token in a row of so many."""
+    cursor: Cursor = field(default_factory=Cursor)
+    """Behind the last row that was used."""
     totals: Totals = field(default_factory=Totals)
     last_eval: tuple[int, dict[str, float]] | None = None
     """Step and metrics of the newest evaluation."""
+    waits_for: str | None = None
+    """The lane that this thread waits for now."""
+
+    def __post_init__(self) -> None:
+        train = self.config.train
+        self._skips = SkipGuard(Path(train.output_dir), train.max_skipped_steps, self.totals)
+        self._spikes = SpikeGuard()
+        self._first_step = self.totals.step
 
     def run(self) -> dict[str, float]:
         """Take every step; return Hugging Face's training metrics."""
-        source = step_batches(self.data.train, self.sampler, Cursor(), self.engine.plan.micro_batch_rows, self.data.pad_id)
+        source = step_batches(self.data.train, self.sampler, self.cursor, self.engine.plan.micro_batch_rows, self.data.pad_id)
         self.history.restart_clock()
-        epoch = 0.0
-        with Prefetch(source) as batches:
-            while self.totals.step < self.cadence.total_steps:
-                epoch = self._one(batches)
-        return self._finish(epoch)
+        patience_s = 60 * self.config.train.watchdog_minutes
+        with Interrupts() as interrupts, Watchdog(self.lanes(), patience_s), Prefetch(source) as batches:
+            try:
+                while self.totals.step < self.cadence.total_steps:
+                    self._one(batches)
+                    if interrupts.received is not None and self.totals.step < self.cadence.total_steps:
+                        raise interrupts.error(self._leave())
+                return self._finish(self.sampler.epochs_done(self.cursor))
+            finally:
+                self.checkpoints.report(wait=True)  # also where the run ends in an error: the state before it is not lost
 
-    def _one(self, batches: Prefetch[StepBatch]) -> float:
+    def _one(self, batches: Prefetch[StepBatch]) -> None:
         begin = time.monotonic()
-        batch = next(batches)
+        with self._waiting("data loader"):
+            batch = next(batches)
         lr = self.schedule.lr_at(self.totals.step + 1)
-        report = self.engine.step(batch.micro_batches, lr=lr)
+        with self._waiting("device"):
+            report = self.engine.step(batch.micro_batches, lr=lr)
+        self.checkpoints.report(wait=False)
+        self.cursor = batch.cursor
         if report.skipped:
-            self._skip(report)
-            return batch.epoch
+            self._skips.skipped(batch, report)
+            return
+        self._skips.passed()
+        self._spikes.look(batch, report, self.totals.step + 1)
         totals = self.totals
         totals.step += 1
-        totals.skipped_in_a_row = 0
         totals.samples += len(batch.sample_ids)
         totals.loss += report.loss
         totals.window_loss += report.loss
@@ -106,22 +117,67 @@ class Loop:
             self.evaluate(batch.epoch)
         if due.save:
             self.progress.activity(f"saving checkpoint-{totals.step}")
-            self.checkpoints.save(totals.step, self.engine, self.tokenizer, self.history)
-        return batch.epoch
+            self.checkpoints.save(totals.step, self.state(), self.history)
 
-    def _skip(self, report: StepReport) -> None:
-        self.totals.skipped_in_a_row += 1
-        after = self.totals.step
-        if not report.num_targets:
-            reason = "no token of its rows is trained"
-        else:
-            reason = f"loss {report.loss:g}, gradient norm {report.grad_norm:g}"
-        if self.totals.skipped_in_a_row > MOST_SKIPPED:
-            raise LayerFerryError(
-                f"{self.totals.skipped_in_a_row} steps in a row after step {after} were not finite ({reason}); "
-                "a lower learning_rate or more warm-up may help"
-            )
-        logger.warning("the step after step %d was skipped: %s; nothing was updated", after, reason)
+    def state(self) -> RunState:
+        """All that another process needs, besides the engine's planes, to take the next step as this one would."""
+        return RunState(
+            cursor=self.cursor,
+            totals=replace(self.totals),
+            tokens_seen=self.history.tokens_seen,
+            total_flops=self.history.total_flops,
+            schedule=self.schedule.state_dict(),
+            entries=list(self.history.entries),
+            log_lines=list(self.history.log_lines),
+            last_eval=self.last_eval,
+            data=data_facts(self.sampler, self.data.train),
+            settings=settings_of(self.config, self.cadence.total_steps),
+        )
+
+    def lanes(self) -> list[Lane]:
+        """What must move, in the order of who waits for whom."""
+        engine, saves = self.engine, self.checkpoints
+        return [
+            Lane("checkpoint writer", lambda: saves.is_busy, lambda: saves.bytes_written, "Is the disk of output_dir alive?"),
+            Lane(
+                "data loader",
+                lambda: self.waits_for == "data loader",
+                lambda: self.totals.step + self.totals.skipped,
+                "Is the disk of the data alive?",
+            ),
+            Lane(
+                "optimizer",
+                lambda: engine.deferred.num_pending > 0,
+                lambda: engine.deferred.num_done,
+                "This is a fault of ours: please report it with the stacks above.",
+            ),
+            Lane(
+                "device",
+                lambda: self.waits_for == "device",
+                lambda: engine.num_steps + engine.feed.uploaded_bytes + engine.drain.drained_bytes,
+                "Does the driver's log (dmesg) speak of the device?",
+            ),
+        ]
+
+    @contextmanager
+    def _waiting(self, lane: str) -> Iterator[None]:
+        self.waits_for = lane
+        try:
+            yield
+        finally:
+            self.waits_for = None
+
+    def _leave(self) -> str:
+        """Save where a signal has come, and say how to go on."""
+        step = self.totals.step
+        self.checkpoints.save(step, self.state(), self.history)
+        self.checkpoints.report(wait=True)
+        name = self.checkpoints.name(step)
+        if not self.checkpoints.is_whole(step):
+            return f"stopped after step {step}, and {name} could not be saved: an earlier checkpoint is the newest"
+        if self.config.train.save_only_model:
+            return f"stopped after step {step}; {name} holds the model only (save_only_model)"
+        return f"stopped after step {step}; {name} is saved: the same command goes on from there (without overwrite_output_dir)"
 
     def _view(self, report: StepReport, lr: float, epoch: float) -> View:
         return View(
@@ -160,8 +216,10 @@ class Loop:
             "train_loss": self.totals.loss / steps,
             "train_runtime": round(seconds, 4),
             "train_samples_per_second": round(self.totals.samples / seconds, 3),
-            "train_steps_per_second": round(self.totals.step / seconds, 3),
+            "train_steps_per_second": round((self.totals.step - self._first_step) / seconds, 3),
         }
+        if self.totals.skipped:
+            metrics["skipped_steps"] = self.totals.skipped
         entry = self._record(metrics, epoch)
         return {key: value for key, value in entry.items() if key != "step"}
 

@@ -1,20 +1,27 @@
 """``train``: from a configuration to a trained model and its records.
 
 Order: whatever can be refused cheaply (trackers, output folder, data) comes before the model is loaded, and the plan
-is shown before the first step. Nothing is written into the output folder before the engine stands. Leaves out:
-reading files of settings (``interop``), resuming. Checked by ``tests/trainer/test_train.py``.
+is shown before the first step. A checkpoint that is resumed is checked before its bytes are used. Nothing but the lock is
+written into the output folder before the engine stands. Leaves out: reading files of settings (``interop``).
+Checked by ``tests/trainer/test_train.py``.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from contextlib import ExitStack
+import secrets
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from layerferry import api
 from layerferry.backends import make
+from layerferry.checkpoint.files import Files
+from layerferry.checkpoint.folders import Latest, write_latest
+from layerferry.checkpoint.lock import FolderLock
+from layerferry.checkpoint.save import Saver
 from layerferry.config import Config
 from layerferry.data import DataSets, Sampler, build, tokenizer
 from layerferry.engine.engine import Engine
@@ -27,7 +34,7 @@ from layerferry.planner.problem import problem
 from layerferry.planner.report import render
 from layerferry.trainer.cadence import Cadence
 from layerferry.trainer.card import model_card
-from layerferry.trainer.checkpoints import Checkpoints, save_model
+from layerferry.trainer.checkpoints import Checkpoints, save_model, side_files
 from layerferry.trainer.folder import check_folder, open_folder
 from layerferry.trainer.history import History, clock_time
 from layerferry.trainer.loop import Loop
@@ -35,6 +42,8 @@ from layerferry.trainer.meter import Meter
 from layerferry.trainer.plots import plot_history
 from layerferry.trainer.progress import progress
 from layerferry.trainer.reporters import open_reporters, tracker_names
+from layerferry.trainer.resume import Start, find_start
+from layerferry.trainer.state import RunState, changes, check_data, data_facts, settings_of
 
 logger = logging.getLogger("layerferry.trainer")
 
@@ -43,6 +52,7 @@ def train(config: Config) -> None:
     """Run what ``config`` asks for: training, evaluation, or both."""
     trackers = tracker_names(config.train.report_to)
     check_folder(config.train)
+    start = find_start(config.train)
     if not (config.train.do_train or wants_evaluation(config)):
         raise ConfigError("nothing to do: set do_train: true, do_eval: true, or both")
     loaded = tokenizer.load(config)
@@ -57,6 +67,9 @@ def train(config: Config) -> None:
         raise ConfigError("do_eval: true needs rows to evaluate on: set val_size or eval_dataset")
     schedule = schedule_of(config.optim, total_steps)
     with ExitStack() as stack:
+        stack.enter_context(FolderLock(Path(config.train.output_dir)))
+        if start is not None:
+            check_start(start, config, data, sampler, total_steps)
         backend = make(config.engine.device)
         machine = machine_for(config.engine, backend)  # before loading: free memory is what the plan had to choose from
         row_tokens = max(int(samples.lengths.max()) for samples in (data.train, *data.eval.values()))
@@ -66,15 +79,24 @@ def train(config: Config) -> None:
             backend=backend,
             row_tokens=row_tokens,
             num_tokens=len(loaded.tokenizer),
+            weights=None if start is None else start.folder,
         )
         stack.callback(engine.close)
+        if start is not None:
+            start.restore(engine)
         question = problem(Model.of(engine.skeleton), engine.store.specs, machine, config, row_tokens)
         logger.info("%s", render(engine.plan, question))
         _say_what_comes(config, data, sampler, total_steps)
-        folder = open_folder(config.train)
+        folder = open_folder(config.train, resumes=start is not None)
+        saver = stack.enter_context(closing(saver_of(config, engine, folder, start)))
         reporters = open_reporters(trackers, config)
         for reporter in reporters:
             stack.callback(reporter.close)
+        state = RunState() if start is None else start.state
+        history = History(config.train, cadence)
+        history.take_up(state.entries, state.log_lines, tokens_seen=state.tokens_seen, total_flops=state.total_flops)
+        if state.schedule:
+            schedule.load_state_dict(state.schedule)
         loop = Loop(
             config=config,
             engine=engine,
@@ -83,14 +105,39 @@ def train(config: Config) -> None:
             sampler=sampler,
             schedule=schedule,
             cadence=cadence,
-            history=History(config.train, cadence),
-            checkpoints=Checkpoints(folder, config.train.save_total_limit),
+            history=history,
+            cursor=state.cursor,
+            totals=replace(state.totals),
+            last_eval=state.last_eval,
+            checkpoints=Checkpoints(saver, side_files(engine, loaded.tokenizer)),
             reporters=reporters,
             progress=stack.enter_context(progress(plain=config.train.disable_tqdm)),
             meter=Meter(None if machine.is_cpu else machine.matmul_flops_per_s.value),  # on a CPU the share says little
             flops_per_token=question.model.flops.per_token,
         )
         run(loop, folder)
+
+
+def check_start(start: Start, config: Config, data: DataSets, sampler: Sampler, total_steps: int) -> None:
+    """Raise where the checkpoint does not belong to this data or is damaged; say which settings have changed."""
+    check_data(start.folder, start.state.data, data_facts(sampler, data.train))
+    start.check_weights()
+    logger.info("resuming %s: step %d of %d", start.folder, start.manifest.step, total_steps)
+    for change in changes(start.state.settings, settings_of(config, total_steps)):
+        logger.warning("changed since the checkpoint: %s", change)
+
+
+def saver_of(config: Config, engine: Engine, folder: Path, start: Start | None) -> Saver:
+    """The writer of this run's checkpoints; refuses a disk without room for one of them and the model."""
+    train = config.train
+    run = secrets.token_hex(8) if start is None else start.manifest.run
+    saver = Saver(engine, folder, run=run, keep=train.save_total_limit, model_only=train.save_only_model)
+    if train.do_train:
+        if train.save_strategy != "no":
+            saver.check_space(more_bytes=saver.model_bytes)
+        if start is None:
+            write_latest(Files(), folder, Latest(run=run, checkpoint=None))
+    return saver
 
 
 def check_vocabulary(config: Config, data: DataSets) -> None:

@@ -1,0 +1,104 @@
+"""One run a folder: a lock that the kernel takes back when its owner dies, however it dies.
+
+``.layerferry.lock`` is held with ``flock`` while the run lives; the pid, host and time in it are for the message, never for
+the decision, so a crash leaves nothing to clean up. Where the file system has no locks (some network mounts), pid and host
+decide: an owner on this host that no longer runs is gone. Checked by ``tests/checkpoint/test_lock.py``.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from layerferry.errors import ConfigError
+
+LOCK = ".layerferry.lock"
+NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
+
+
+class FolderLock:
+    """Held from construction until it is closed. Makes a missing folder, and takes it away again when it stays empty."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._path = folder, folder / LOCK
+        self._made = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        self._descriptor = self._take()
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, (json.dumps(owner) + "\n").encode(), 0)
+
+    def _take(self) -> int:
+        while True:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                owner = _owner(descriptor)
+                if error.errno not in NO_LOCKS:
+                    os.close(descriptor)
+                    raise ConfigError(_refusal(self._folder, owner)) from error
+                if _may_live(owner):
+                    os.close(descriptor)
+                    reason = f"{_refusal(self._folder, owner)}; if it is gone, remove {self._path}"
+                    raise ConfigError(reason) from error
+            if _is_still(descriptor, self._path):
+                return descriptor
+            os.close(descriptor)  # the run before removed the file between our opening and our locking
+
+    def close(self) -> None:
+        """Let the folder go."""
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
+        os.close(self._descriptor)
+        for path in self._made:
+            with suppress(OSError):
+                path.rmdir()
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _owner(descriptor: int) -> dict[str, object]:
+    try:
+        value = json.loads(os.pread(descriptor, 4096, 0).decode())
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _refusal(folder: Path, owner: dict[str, object]) -> str:
+    who = f"process {owner['pid']} on {owner.get('host')}, since {owner.get('since')}" if "pid" in owner else "another process"
+    return f"output_dir: {folder} is in use by {who}: wait for it, stop it, or use another output_dir"
+
+
+def _may_live(owner: dict[str, object]) -> bool:
+    pid = owner.get("pid")
+    if not isinstance(pid, int) or pid == os.getpid():
+        return False
+    if owner.get("host") != socket.gethostname():
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _is_still(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

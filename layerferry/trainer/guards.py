@@ -1,0 +1,94 @@
+"""Steps that are not finite, and losses that jump: what is skipped, when a run gives up, what it leaves to look at.
+
+A step whose loss or gradient norm is not finite has updated nothing (the engine looks before it defers), so one is skipped and
+counted. ``max_skipped_steps`` in a row mean that the model or the data is broken: the run stops, and
+``skipped_batches.json`` names the rows. A loss far outside what it has been lately is only reported, with its rows: it
+may be the data's fault, and it may heal. Checked by ``tests/trainer/test_guards.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from layerferry.data import StepBatch
+from layerferry.engine.engine import StepReport
+from layerferry.errors import LayerFerryError
+from layerferry.trainer.history import write_json
+from layerferry.trainer.state import Totals
+
+logger = logging.getLogger("layerferry.trainer")
+
+SKIPPED = "skipped_batches.json"
+SPIKE_SIGMAS = 8.0
+MEMORY = 0.98
+"""Weight that yesterday's mean keeps: about fifty steps."""
+WARM_STEPS = 30
+MOST_IDS_SHOWN = 16
+
+
+class SkipGuard:
+    """Counts skipped steps in ``totals``. Written by the loop only."""
+
+    def __init__(self, folder: Path, most: int, totals: Totals) -> None:
+        self._folder, self._most, self._totals = folder, most, totals
+        self._batches: list[dict[str, Any]] = []
+
+    def passed(self) -> None:
+        """A step was finite."""
+        self._totals.skipped_in_a_row = 0
+        self._batches.clear()
+
+    def skipped(self, batch: StepBatch, report: StepReport) -> None:
+        """A step was not; raises ``LayerFerryError`` where it is one too many."""
+        totals = self._totals
+        totals.skipped += 1
+        totals.skipped_in_a_row += 1
+        reason = f"loss {report.loss:g}, gradient norm {report.grad_norm:g}"
+        if not report.num_targets:
+            reason = "no token of its rows is trained"
+        self._batches.append({"after_step": totals.step, "epoch": batch.epoch, "reason": reason, "rows": batch.sample_ids})
+        logger.warning("the step after step %d was skipped: %s; nothing was updated", totals.step, reason)
+        if totals.skipped_in_a_row <= self._most:
+            return
+        try:
+            write_json(self._folder / SKIPPED, {"batches": self._batches})
+            where = f"their rows are in {self._folder / SKIPPED}"
+        except OSError as error:
+            where = f"their rows could not be written ({error.strerror}); those of the last: {shown(batch.sample_ids)}"
+        raise LayerFerryError(
+            f"{totals.skipped_in_a_row} steps in a row after step {totals.step} were not finite ({reason}); {where}. "
+            "A lower learning_rate or more warm-up may help; detect_anomaly: true names the layer"
+        )
+
+
+class SpikeGuard:
+    """A running mean and spread of the loss, and what lies far above."""
+
+    def __init__(self) -> None:
+        self._mean = self._variance = 0.0
+        self._steps = 0
+
+    def look(self, batch: StepBatch, report: StepReport, step: int) -> bool:
+        """Whether ``report`` is a spike; it is reported, and does not count into the mean."""
+        spread = math.sqrt(self._variance) + 0.01 * abs(self._mean)
+        if self._steps >= WARM_STEPS and report.loss > self._mean + SPIKE_SIGMAS * spread:
+            logger.warning(
+                "step %d: the loss jumped to %.4f (lately %.4f), gradient norm %.3g; rows %s",
+                *(step, report.loss, self._mean, report.grad_norm, shown(batch.sample_ids)),
+            )
+            return True
+        share = max(1 - MEMORY, 1 / (self._steps + 1))
+        difference = report.loss - self._mean
+        self._mean += share * difference
+        self._variance = (1 - share) * (self._variance + share * difference * difference)
+        self._steps += 1
+        return False
+
+
+def shown(sample_ids: list[int]) -> str:
+    """Row numbers of the training set, not too many."""
+    more = len(sample_ids) - MOST_IDS_SHOWN
+    return ", ".join(map(str, sample_ids[:MOST_IDS_SHOWN])) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,75 @@
+"""No hang without a name: a thread that knows what must move, and ends a run in which it does not.
+
+A lane is something that works for the run (checkpoint writer, data loader, optimizer, device) with a counter that moves while it
+works. A lane that is busy and has not moved for the whole patience stands still; the lanes are asked in the order of who
+waits for whom, so the first name is the likeliest cause. Waiting threads cannot be woken from outside (they may sit in a
+driver or in a dead network disk), so the process ends: stacks go to standard error, the newest whole checkpoint
+stays. Checked by ``tests/trainer/test_watchdog.py``.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+logger = logging.getLogger("layerferry.trainer")
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """``position`` moves while the lane works; ``is_busy`` says whether it has to."""
+
+    name: str
+    is_busy: Callable[[], bool]
+    position: Callable[[], int]
+    advice: str
+
+
+class Watchdog:
+    """Watches ``lanes`` until it is closed; ``patience_s`` 0: not at all."""
+
+    def __init__(self, lanes: Sequence[Lane], patience_s: float, on_stall: Callable[[list[Lane]], None] | None = None) -> None:
+        self._lanes, self._patience_s = tuple(lanes), patience_s
+        self._on_stall = on_stall or (lambda stalled: end_process(stalled, patience_s))
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def _run(self) -> None:
+        moved = {lane.name: (-1, time.monotonic()) for lane in self._lanes}
+        while not self._stop.wait(min(self._patience_s / 8, 5.0)):
+            now = time.monotonic()
+            stalled = []
+            for lane in self._lanes:
+                position, since = moved[lane.name]
+                found = lane.position()
+                if found != position or not lane.is_busy():
+                    moved[lane.name] = (found, now)
+                elif now - since >= self._patience_s:
+                    stalled.append(lane)
+            if stalled:
+                self._on_stall(stalled)
+                return
+
+    def __enter__(self) -> Watchdog:
+        if self._patience_s > 0:
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+
+def end_process(stalled: Sequence[Lane], patience_s: float) -> None:
+    """Say who stands still, show where, and end."""
+    names = ", then ".join(lane.name for lane in stalled)
+    logger.error("nothing has moved for %.0f minutes: %s. %s", patience_s / 60, names, stalled[0].advice)
+    faulthandler.dump_traceback(all_threads=True)
+    os._exit(1)
