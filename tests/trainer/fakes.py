@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from layerferry.checkpoint.save import Saved
 from layerferry.config import Config, DataConfig, ModelConfig, TrainConfig
 from layerferry.data import DataSets, Report, Sampler, SampleSet
 from layerferry.data.samples import Row
@@ -34,6 +35,20 @@ class FakeEngine:
     @property
     def plan(self) -> SimpleNamespace:
         return SimpleNamespace(micro_batch_rows=self.rows)
+
+    num_steps = 0
+
+    @property
+    def deferred(self) -> SimpleNamespace:
+        return SimpleNamespace(num_pending=0, num_done=0)
+
+    @property
+    def feed(self) -> SimpleNamespace:
+        return SimpleNamespace(uploaded_bytes=0)
+
+    @property
+    def drain(self) -> SimpleNamespace:
+        return SimpleNamespace(drained_bytes=0)
 
     @property
     def backend(self) -> SimpleNamespace:
@@ -67,6 +82,32 @@ class FakeEngine:
         if self.saves_fail:
             raise OSError(28, "No space left on device")
         (folder / "model.safetensors").write_bytes(b"weights")
+
+
+@dataclass
+class FakeSaver:
+    """Stands for ``checkpoint.save.Saver``: a checkpoint is a folder with its small files. ``faults``: reasons by step."""
+
+    folder: Path
+    faults: dict[int, str] = field(default_factory=dict)
+    started: list[int] = field(default_factory=list)
+    is_busy = False
+    bytes_written = 0
+    outcome: Saved | None = None
+
+    def start(self, step: int, small_files: dict[str, bytes]) -> None:
+        assert self.outcome is None
+        self.started.append(step)
+        target = self.folder / f"checkpoint-{step}"
+        if step not in self.faults:
+            target.mkdir()
+            for name, content in small_files.items():
+                (target / name).write_bytes(content)
+        self.outcome = Saved(folder=target, num_bytes=10**9, seconds=1.0, fault=self.faults.get(step))
+
+    def take_outcome(self, *, wait: bool) -> Saved | None:
+        outcome, self.outcome = self.outcome, None
+        return outcome
 
 
 class FakeSchedule:
@@ -123,7 +164,7 @@ def make_loop(config: Config, engine: FakeEngine, *, num_rows: int = 7, num_eval
         schedule=FakeSchedule(),
         cadence=cadence,
         history=History(config.train, cadence) if clock is None else History(config.train, cadence, clock=clock),
-        checkpoints=Checkpoints(folder, config.train.save_total_limit),
+        checkpoints=Checkpoints(FakeSaver(folder), {"config.json": b"{}"}),  # type: ignore[arg-type]
         reporters=[],
         progress=PlainLog(),
         meter=Meter(None),

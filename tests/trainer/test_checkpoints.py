@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, rotated among this run's own, and a full disk does not end the run."""
+"""What is saved beside the planes, what a person is told, and that a fault of the disk does not end the run."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ import pytest
 
 from layerferry.errors import LayerFerryError
 from layerferry.trainer.checkpoints import Checkpoints, save_model
-from tests.trainer.fakes import FakeEngine, make_config, make_loop
+from layerferry.trainer.state import RunState
+from tests.trainer.fakes import FakeEngine, FakeSaver, make_config, make_loop
 
 
-def folders(path: Path) -> list[str]:
-    return sorted(item.name for item in path.iterdir())
-
-
-def test_a_checkpoint_is_a_model_and_its_state(tmp_path: Path) -> None:
-    engine = FakeEngine([])
-    loop = make_loop(make_config(tmp_path), engine)
+def test_small_files_of_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loop = make_loop(make_config(tmp_path), FakeEngine([]))
     loop.history.add({"loss": 1.0}, step=3, epoch=0.5)
-    Checkpoints(tmp_path, None).save(3, engine, None, loop.history)
-    assert folders(tmp_path / "checkpoint-3") == ["config.json", "model.safetensors", "trainer_state.json"]
+    checkpoints = Checkpoints(FakeSaver(tmp_path), {"config.json": b"{}"})  # type: ignore[arg-type]
+    checkpoints.save(3, loop.state(), loop.history)
+    assert not checkpoints.is_whole(3)
+    with caplog.at_level(logging.INFO, "layerferry"):
+        checkpoints.report(wait=True)
+    assert checkpoints.is_whole(3) and f"saved {tmp_path / 'checkpoint-3'} (1.00 GB at 1.00 GB/s)" in caplog.text
+    names = sorted(path.name for path in (tmp_path / "checkpoint-3").iterdir())
+    assert names == ["config.json", "run.json", "trainer_log.jsonl", "trainer_state.json"]
     assert json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())["global_step"] == 3
-    assert [name for name, _ in engine.calls] == ["settle", "save"]
+    assert RunState.read(tmp_path / "checkpoint-3").entries == loop.history.entries
 
 
-def test_rotation_keeps_the_newest_and_other_runs(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint-900").mkdir()
-    engine = FakeEngine([])
-    history = make_loop(make_config(tmp_path), engine).history
-    checkpoints = Checkpoints(tmp_path, 2)
-    for step in (1, 2, 3, 4):
-        checkpoints.save(step, engine, None, history)
-    assert folders(tmp_path) == ["checkpoint-3", "checkpoint-4", "checkpoint-900"]
+def test_one_step_is_saved_once(tmp_path: Path) -> None:
+    loop = make_loop(make_config(tmp_path), FakeEngine([]))
+    saver = FakeSaver(tmp_path)
+    checkpoints = Checkpoints(saver, {})  # type: ignore[arg-type]
+    for step in (1, 1, 2):
+        checkpoints.save(step, loop.state(), loop.history)
+    assert saver.started == [1, 2]
 
 
-def test_a_full_disk_leaves_earlier_checkpoints_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    engine = FakeEngine([])
-    history = make_loop(make_config(tmp_path), engine).history
-    checkpoints = Checkpoints(tmp_path, 1)
-    checkpoints.save(1, engine, None, history)
-    engine.saves_fail = True
+def test_a_fault_is_told_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loop = make_loop(make_config(tmp_path), FakeEngine([]))
+    checkpoints = Checkpoints(FakeSaver(tmp_path, faults={1: "the disk is full: free space"}), {})  # type: ignore[arg-type]
+    checkpoints.save(1, loop.state(), loop.history)
     with caplog.at_level(logging.ERROR, "layerferry"):
-        checkpoints.save(2, engine, None, history)
-    assert folders(tmp_path) == ["checkpoint-1"]
-    assert "checkpoint-2 could not be saved (No space left on device); training goes on" in caplog.text
+        checkpoints.save(2, loop.state(), loop.history)
+    assert "checkpoint-1 could not be saved: the disk is full: free space; earlier checkpoints are whole" in caplog.text
+    checkpoints.report(wait=True)
+    assert checkpoints.is_whole(2) and not checkpoints.is_whole(1)
 
 
 def test_the_last_save_fails_loudly_and_whole(tmp_path: Path) -> None:
     with pytest.raises(LayerFerryError, match="No space left on device"):
         save_model(tmp_path, FakeEngine([], saves_fail=True), None)
-    assert folders(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []

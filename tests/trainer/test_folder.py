@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from layerferry.config import RESUME_NEVER, RESUME_NEWEST, TrainConfig
+from layerferry.config import TrainConfig
 from layerferry.errors import ConfigError
-from layerferry.trainer.folder import check_folder, open_folder, whole_files, whole_folder
+from layerferry.trainer.folder import check_folder, open_folder, whole_files
 
 
 def config(folder: Path, **train: object) -> TrainConfig:
@@ -32,31 +32,6 @@ def test_a_folder_that_nobody_may_write() -> None:
         check_folder(config(Path("/proc/layerferry")))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "checkpoint-5"])
-def test_an_earlier_run_is_not_overwritten_unless_asked(tmp_path: Path, name: str) -> None:
-    if name.startswith("checkpoint"):
-        (tmp_path / name).mkdir()
-    else:
-        (tmp_path / name).write_bytes(b"")
-    with pytest.raises(ConfigError, match=f"{name} of an earlier run; set overwrite_output_dir: true"):
-        check_folder(config(tmp_path))
-    check_folder(config(tmp_path, overwrite_output_dir=True))
-    check_folder(config(tmp_path, resume_from_checkpoint=RESUME_NEVER))
-    check_folder(config(tmp_path, do_train=False))
-
-
-def test_other_files_are_no_obstacle(tmp_path: Path) -> None:
-    for name in ("training_args.bin", "trainer_log.jsonl", "notes.txt"):
-        (tmp_path / name).write_bytes(b"")
-    check_folder(config(tmp_path))
-
-
-@pytest.mark.parametrize("value", [RESUME_NEWEST, "out/checkpoint-3"])
-def test_resuming_is_refused(tmp_path: Path, value: str) -> None:
-    with pytest.raises(ConfigError, match="not there yet"):
-        check_folder(config(tmp_path, resume_from_checkpoint=value))
-
-
 def test_opening_starts_a_new_log(tmp_path: Path) -> None:
     (tmp_path / "trainer_log.jsonl").write_text("{}\n")
     (tmp_path / ".partial-x").mkdir()
@@ -64,19 +39,12 @@ def test_opening_starts_a_new_log(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_whole_folder_replaces_or_vanishes(tmp_path: Path) -> None:
-    target = tmp_path / "checkpoint-1"
-    with whole_folder(target) as filled:
-        (filled / "old").write_text("1")
-        assert not target.exists()
-    with pytest.raises(OSError), whole_folder(target) as filled:
-        (filled / "new").write_text("2")
-        raise OSError(28, "full")
-    assert [path.name for path in target.iterdir()] == ["old"]
-    with whole_folder(target) as filled:
-        (filled / "new").write_text("2")
-    assert [path.name for path in target.iterdir()] == ["new"]
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+def test_resuming_keeps_the_log(tmp_path: Path) -> None:
+    (tmp_path / "trainer_log.jsonl").write_text("{}\n")
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / ".partial-removed-checkpoint-2").mkdir()
+    open_folder(config(tmp_path), resumes=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "trainer_log.jsonl"]
 
 
 def test_whole_files(tmp_path: Path) -> None:

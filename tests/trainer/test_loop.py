@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from layerferry.errors import DataError, LayerFerryError
+from layerferry.engine.engine import StepReport
+from layerferry.errors import DataError, Interrupted, LayerFerryError
+from layerferry.trainer.state import RunState
 from tests.trainer.fakes import FakeEngine, make_config, make_loop, read_lines
 
 
@@ -53,10 +59,37 @@ def test_a_skipped_step_advances_neither_step_nor_schedule(tmp_path: Path, caplo
     assert caplog.text.count("the step after step 1 was skipped") == 2
 
 
-def test_a_run_that_only_skips_ends(tmp_path: Path) -> None:
-    loop = make_loop(make_config(tmp_path, max_steps=3, save_strategy="no"), FakeEngine([1.0] + [None] * 20))
-    with pytest.raises(LayerFerryError, match="11 steps in a row after step 1 were not finite"):
+@pytest.mark.parametrize("most", [10, 0])
+def test_a_run_that_only_skips_ends(tmp_path: Path, most: int) -> None:
+    config = make_config(tmp_path, max_steps=3, save_strategy="no", max_skipped_steps=most)
+    loop = make_loop(config, FakeEngine([1.0] + [None] * 20))
+    with pytest.raises(LayerFerryError, match=f"{most + 1} steps in a row after step 1 were not finite"):
         loop.run()
+    batches = json.loads((tmp_path / "skipped_batches.json").read_text())["batches"]
+    order = [0, 1, 2, 3, 4, 5, 6]  # in twos, the last of an epoch alone; the first two were step 1
+    expected = [order[2:4], order[4:6], order[6:], *([order[:2], order[2:4], order[4:6], order[6:]] * 3)]
+    assert [batch["rows"] for batch in batches] == expected[: most + 1]
+    assert all(batch["after_step"] == 1 and batch["reason"] == "loss nan, gradient norm inf" for batch in batches)
+
+
+def test_skipped_steps_are_counted(tmp_path: Path) -> None:
+    loop = make_loop(make_config(tmp_path, max_steps=2, save_strategy="no"), FakeEngine([1.0, None, 2.0]))
+    assert loop.run()["skipped_steps"] == 1
+
+
+def test_a_signal_ends_the_run_behind_its_step(tmp_path: Path) -> None:
+    class Signalled(FakeEngine):
+        def step(self, micro_batches: Any, objective: Any = None, *, lr: float) -> StepReport:
+            if sum(1 for name, _ in self.calls if name == "step") == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().step(micro_batches, objective, lr=lr)
+
+    before = signal.getsignal(signal.SIGTERM)
+    loop = make_loop(make_config(tmp_path, max_steps=5), Signalled([1.0] * 5))
+    with pytest.raises(Interrupted, match="SIGTERM: stopped after step 2; checkpoint-2 is saved: the same command") as caught:
+        loop.run()
+    assert caught.value.exit_code == 143 and signal.getsignal(signal.SIGTERM) is before
+    assert RunState.read(tmp_path / "checkpoint-2").totals.step == 2
 
 
 def test_evaluation_and_checkpoints_where_due(tmp_path: Path) -> None:
@@ -67,14 +100,13 @@ def test_evaluation_and_checkpoints_where_due(tmp_path: Path) -> None:
         eval_strategy="steps",
         eval_steps=3,
         save_strategy="epoch",
-        save_total_limit=1,
         per_device_eval_batch_size=1,
     )
     loop = make_loop(config, engine, num_eval_rows=5)
     loop.run()
     assert [e["step"] for e in loop.history.entries if "eval_loss" in e] == [3, 6, 8]
     assert [value for name, value in engine.calls if name == "evaluate"] == [5, 5, 5]
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-8"]
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-8"}
     assert loop.schedule.observed == [2.0] * 3  # type: ignore[attr-defined]
     lines = read_lines(tmp_path / "trainer_log.jsonl")
     assert [line["eval_loss"] for line in lines if "eval_loss" in line] == [2.0] * 3
