@@ -130,13 +130,14 @@ class Engine:
             self.drain.last_wave = number == len(waves) - 1
             tape = Tape(self._slots, rebuild=not self.plan.compile and self.plan.activation_budget < 1.0, audit=not self._audited)
             with self.backend.kernels():
-                loss = loss + self._sweep.train(
+                loss = self._sweep.train(
                     wave,
                     objective,
                     denominator,
                     step_seed=step_seed,
                     tape=tape,
                     carry=number > 0,
+                    loss=loss,
                     router_loss=router_loss,
                 )
             self._audited = True

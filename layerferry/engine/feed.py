@@ -155,6 +155,9 @@ class Feed:
             pool.assigned.append((unit, slot))
 
     def _vacate(self, slot: Slot) -> None:
+        # TRAP: what nobody came for may still be on its way (tests/engine/test_feed.py)
+        assert slot.arrival is not None
+        self._backend.wait(Lane.COMPUTE, slot.arrival.result())
         slot.unit = None
         self._backend.release(slot.buffer)
         slot.released = self._backend.record(Lane.COMPUTE)

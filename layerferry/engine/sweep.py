@@ -72,9 +72,11 @@ class Sweep:
         step_seed: int,
         tape: Tape,
         carry: bool,
+        loss: Tensor,
         router_loss: RouterLoss | None = None,
     ) -> Tensor:
-        """Forward and backward of one wave; its share of the loss [] fp32 @device. ``carry``: add to the gradients @host."""
+        """Forward and backward of one wave; ``loss`` [] fp32 @device of earlier waves plus this one's share, micro-batch by
+        micro-batch, so that the sum does not depend on the waves. ``carry``: add to the gradients of earlier waves."""
         skeleton = self.skeleton
         layers = skeleton.layer_units
         self.feed.expect([skeleton.prologue_unit, *layers, skeleton.epilogue_unit, *reversed(layers)])
@@ -92,7 +94,15 @@ class Sweep:
             # TRAP: a tied unit's gradient has two shares; its norm is that of the sum (tests/engine/test_engine.py)
             ends = whole_backward.enter_context(self.drain(skeleton.epilogue_unit, carry=carry)) if tied else None
             loss = self._head(
-                passes, objective, denominator, step_seed, carry=carry, accumulator=ends, tape=tape, router_loss=router_loss
+                passes,
+                objective,
+                denominator,
+                step_seed,
+                carry=carry,
+                accumulator=ends,
+                tape=tape,
+                loss=loss,
+                router_loss=router_loss,
             )
             for index, unit in reversed(list(enumerate(layers))):
                 self._layer_backward(unit, index, passes, tape, carry=carry)
@@ -133,10 +143,10 @@ class Sweep:
         carry: bool,
         accumulator: Plane | None,
         tape: Tape,
+        loss: Tensor,
         router_loss: RouterLoss | None,
     ) -> Tensor:
         unit = self.skeleton.epilogue_unit
-        loss = torch.zeros((), device=self.backend.device)
         with self.feed(unit) as slot, self._or_drain(accumulator, unit, carry=carry) as sums:
             head = Head(self.skeleton, self._bind(unit, slot), sums, self.chunk_tokens)
             for run in passes:

@@ -81,7 +81,7 @@ def make_engine(
     skeleton = Skeleton(meta, decays=lambda *_: True, device=backend.device, fp32=plan.fp32)
     optimizer = optimizer or AdamW(kernels=ReferenceKernels())
     specs = plane_specs(optimizer.state_planes, **({"grad": FP32_PLANE} if plan.carry_fp32 else {}))
-    store = Store(skeleton.units, specs, backend)
+    store = Store(skeleton.units, specs, backend, on_device=plan.on_device)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     for unit in skeleton.units:
         for entry in unit.layout.entries:

@@ -1,0 +1,215 @@
+"""The hostile backend: it changes no result, and it catches every fence that is left out.
+
+``test_every_fence_is_needed`` removes one ordering call of the engine at a time, found by running it, and demands that the run
+either raises ``RaceError`` or ends with other bits than the cpu backend's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from layerferry.backends.base import Fence, Lane
+from layerferry.backends.chaos import ChaosBackend, ChaosFence, RaceError, is_released
+from layerferry.backends.cpu import CpuBackend
+from layerferry.plan import Plan
+from tests.conformance.harness import make_engine, micro_batches
+from tests.engine.small import same, small_model, state
+
+PLAN = Plan(fp32=True, num_slots=2, num_slabs=1, num_waves=2, carry_fp32=True)
+SCENARIOS = (PLAN, replace(PLAN, num_slots=3, num_slabs=2, on_device=(2,)))
+Site = tuple[str, str, int]
+
+
+class Forgetful(ChaosBackend):
+    """Leaves out the ordering calls of one place in the engine, and remembers which places there are."""
+
+    def __init__(self, seed: int, without: Site | None = None) -> None:
+        super().__init__(seed, eagerness=0.05)
+        self.without, self.sites = without, set[Site]()
+
+    def _forgets(self) -> bool:
+        frame = sys._getframe(2)
+        place = Path(frame.f_code.co_filename)
+        if place.parent.name != "engine":
+            return False
+        site = (place.name, frame.f_code.co_name, frame.f_lineno)
+        self.sites.add(site)
+        return site == self.without
+
+    def wait(self, lane: Lane, fence: Fence) -> None:
+        if not self._forgets():
+            super().wait(lane, fence)
+
+    def record(self, lane: Lane) -> Fence:
+        assert isinstance(fence := super().record(lane), ChaosFence)
+        return ForgetfulFence(self, fence.lane, fence.ticket, fence.clock)
+
+
+class ForgetfulFence(ChaosFence):
+    """``synchronize`` is an ordering call too."""
+
+    def synchronize(self) -> None:
+        assert isinstance(self.backend, Forgetful)
+        if not self.backend._forgets():
+            super().synchronize()
+
+
+def trained(backend: CpuBackend, plan: Plan) -> dict[str, Tensor]:
+    engine = make_engine(small_model(), plan, backend=backend)
+    try:
+        for step in range(2):
+            engine.step(micro_batches(2, rows=1, tokens=8, seed=step), lr=1e-2)
+            engine.evaluate(micro_batches(1, rows=1, tokens=8))
+        engine.feed.forget(stale=True)
+        engine.feed.expect(engine.skeleton.layer_units)  # and then something else is wanted
+        with engine.feed(engine.skeleton.layer_units[-1]):
+            pass
+        engine.settle()
+        at_home = [unit for unit in engine.store.units if unit.index not in plan.on_device]
+        planes = [plane.buffer for unit in at_home for plane in engine.store.planes(unit).values()]
+        backend.touch(Lane.HOST, reads=planes)  # whoever settles reads, as saving does
+        return state(engine)
+    finally:
+        engine.deferred.close()
+
+
+@pytest.fixture(scope="module")
+def truths() -> list[dict[str, Tensor]]:
+    return [trained(CpuBackend(), plan) for plan in SCENARIOS]
+
+
+def ordering_sites() -> list[Site]:
+    found = set()
+    for plan in SCENARIOS:
+        backend = Forgetful(0)
+        trained(backend, plan)
+        found |= backend.sites
+    return sorted(found)
+
+
+def test_every_fence_is_needed(truths: list[dict[str, Tensor]]) -> None:
+    sites = ordering_sites()
+    assert {name for name, _, _ in sites} == {"feed.py", "drain.py", "deferred.py"} and len(sites) >= 10
+    missed = [site for site in sites if not caught(site, truths)]
+    assert not missed
+
+
+def caught(site: Site, truths: Sequence[dict[str, Tensor]]) -> bool:
+    for plan, truth in zip(SCENARIOS, truths, strict=True):
+        for seed in range(3):
+            try:
+                if not same(trained(Forgetful(seed, site), plan), truth):
+                    return True
+            except (RaceError, AssertionError):
+                return True
+    return False
+
+
+def test_two_hundred_orders_of_events_give_the_same_bits() -> None:
+    """Seeds, eagerness and plans change what happens when, never what comes out."""
+    shapes = [
+        replace(PLAN, num_slots=slots, num_slabs=slabs, num_waves=waves)
+        for slots, slabs, waves in ((1, 1, 1), (2, 1, 2), (3, 2, 1), (4, 1, 2))
+    ]
+    model = small_model(layers=2)
+    batches = [micro_batches(2, rows=1, tokens=6, seed=step) for step in range(2)]
+
+    def run(backend: CpuBackend, plan: Plan) -> dict[str, Tensor]:
+        engine = make_engine(model, plan, backend=backend)
+        for step in range(2):
+            engine.step(batches[step], lr=1e-2)
+        left = state(engine)
+        engine.close()
+        return left
+
+    truth = run(CpuBackend(), PLAN)
+    for seed in range(200):
+        backend = ChaosBackend(seed, eagerness=(0.0, 0.1, 0.5, 1.0)[seed % 4])
+        assert same(run(backend, shapes[seed // 4 % 4]), truth), seed
+
+
+# -------------------------------------------------------------------- the backend itself
+
+
+def buffers(backend: ChaosBackend) -> tuple[Tensor, Tensor]:
+    return backend.host_buffer(8, travels=True), backend.device_buffer(8)
+
+
+def test_a_copy_lands_late_but_before_who_waits_for_it() -> None:
+    backend = ChaosBackend(eagerness=0.0)
+    host, device = buffers(backend)
+    host.fill_(7)
+    backend.copy(Lane.UPLOAD, device, host)
+    assert not device.any()
+    fence = backend.record(Lane.UPLOAD)
+    assert not device.any()
+    backend.wait(Lane.COMPUTE, fence)
+    assert bool((device == 7).all())
+
+
+def test_waits_chain_through_lanes() -> None:
+    backend = ChaosBackend(eagerness=0.0)
+    host, device = buffers(backend)
+    home = backend.host_buffer(8, travels=True)
+    host.fill_(3)
+    backend.copy(Lane.UPLOAD, device, host)
+    backend.wait(Lane.DOWNLOAD, backend.record(Lane.UPLOAD))
+    backend.copy(Lane.DOWNLOAD, home, device)
+    backend.record(Lane.DOWNLOAD).synchronize()
+    assert bool((home == 3).all())
+
+
+def test_races_are_reported_whether_or_not_the_run_got_away_with_it() -> None:
+    for eagerness in (0.0, 1.0):
+        backend = ChaosBackend(eagerness=eagerness)
+        host, device = buffers(backend)
+        backend.copy(Lane.UPLOAD, device, host)
+        with pytest.raises(RaceError, match="compute use: no fence after the copy that upload wrote"):
+            backend.touch(Lane.COMPUTE, reads=[device])
+        backend = ChaosBackend(eagerness=eagerness)
+        host, device = buffers(backend)
+        backend.touch(Lane.COMPUTE, reads=[device])
+        with pytest.raises(RaceError, match="by which compute reads"):
+            backend.copy(Lane.UPLOAD, device, host)
+
+
+def test_reads_beside_reads_are_no_race() -> None:
+    backend = ChaosBackend()
+    host, device = buffers(backend)
+    backend.touch(Lane.COMPUTE, reads=[device])
+    backend.copy(Lane.DOWNLOAD, host, device)
+
+
+def test_released_memory_is_nan_in_both_dtypes() -> None:
+    backend = ChaosBackend()
+    _, device = buffers(backend)
+    backend.release(device)
+    assert is_released(device.view(torch.bfloat16)) and is_released(device.view(torch.float32))
+
+
+def test_the_worker_is_another_actor() -> None:
+    """What another thread wrote is unordered until a fence of its own is waited for."""
+    import threading
+
+    backend = ChaosBackend()
+    host, device = buffers(backend)
+    fences: list[Fence] = []
+
+    def update() -> None:
+        backend.touch(Lane.HOST, writes=[host])
+        fences.append(backend.record(Lane.HOST))
+
+    worker = threading.Thread(target=update)
+    worker.start()
+    worker.join()
+    with pytest.raises(RaceError):
+        backend.copy(Lane.UPLOAD, device, host)
+    backend.wait(Lane.UPLOAD, fences[0])
+    backend.copy(Lane.UPLOAD, device, host)

@@ -1,0 +1,36 @@
+"""A model small enough to be trained hundreds of times in a test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerferry.engine.engine import Engine
+from layerferry.optim.base import EXP_AVG, EXP_AVG_SQ
+from tests.conformance.families import BY_TYPE, tiny_config
+from tests.conformance.harness import masters, real_model
+
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def small_model(
+    *, model_type: str = "llama", layers: int = 3, dtype: torch.dtype = torch.float32, attention: str = "eager", **changes: Any
+) -> Any:
+    config = tiny_config(BY_TYPE[model_type], **{**SIZES, "num_hidden_layers": layers, **changes})
+    return real_model(config, dtype=dtype, attention=attention)
+
+
+def state(engine: Engine) -> dict[str, Tensor]:
+    """Masters and moments, settled: everything that a step leaves behind."""
+    everything = {f"master {name}": value for name, value in masters(engine).items()}
+    for unit in engine.store.units:
+        for kind in (EXP_AVG, EXP_AVG_SQ):
+            plane = engine.store.plane(unit, kind)
+            everything |= {f"{kind} {unit.names[e.name]}": plane.view(e).clone() for e in unit.layout.entries}
+    return everything
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
