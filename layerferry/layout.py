@@ -131,7 +131,8 @@ FP32_PLANE = PlaneSpec((torch.float32, torch.float32))
 class Plane:
     """One plane of one unit over a flat byte buffer: typed section views, parameter views, spans.
 
-    ``buffer`` is a uint8 tensor [>= layout.bytes(spec)] at any place (host plane, slot, slab, accumulator); the plane owns no memory.
+    ``buffer`` is a uint8 tensor [>= layout.bytes(spec)] at any place (host plane, slot, slab, accumulator); the plane owns no
+    memory.
     """
 
     __slots__ = ("buffer", "layout", "sections", "spec")

@@ -83,8 +83,8 @@ class Backend(Protocol):
         """A small input (ids, labels, positions) @device, ordered before later compute."""
         ...
 
-    def kernels(self) -> AbstractContextManager[None]:
-        """Which of torch's kernels compute uses inside the context."""
+    def computing(self) -> AbstractContextManager[None]:
+        """Compute belongs in here: the right kernels of torch are chosen, and the caller's random generators do not notice."""
         ...
 
     def seed(self, value: int) -> None:

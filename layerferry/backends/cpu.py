@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -64,8 +64,8 @@ class CpuBackend:
     def to_device(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def kernels(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def computing(self) -> AbstractContextManager[None]:
+        return torch.random.fork_rng(devices=[])
 
     def seed(self, value: int) -> None:
         torch.default_generator.manual_seed(value)

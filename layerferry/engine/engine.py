@@ -129,7 +129,7 @@ class Engine:
         for number, wave in enumerate(waves):
             self.drain.last_wave = number == len(waves) - 1
             tape = Tape(self._slots, rebuild=not self.plan.compile and self.plan.activation_budget < 1.0, audit=not self._audited)
-            with self.backend.kernels():
+            with self.backend.computing():
                 loss = self._sweep.train(
                     wave,
                     objective,
@@ -175,7 +175,7 @@ class Engine:
         total = 0.0
         rows = max(1, self.plan.rows_per_step // max(1, self.plan.micro_batch_rows * self.plan.num_waves))
         for start in range(0, len(micro_batches), rows):
-            with self.backend.kernels():
+            with self.backend.computing():
                 wave = numbered[start : start + rows]
                 total += float(self._sweep.evaluate(wave, objective, denominator, router_loss=router_loss))
         return EvalReport(loss=total, num_targets=sum(m.num_targets for m in micro_batches))

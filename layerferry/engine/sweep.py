@@ -26,7 +26,8 @@ from layerferry.engine.tape import SideGradients, Tape
 from layerferry.engine.templates import Templates
 from layerferry.layout import WEIGHT_PLANE, Plane
 from layerferry.models.embedding import EmbeddingTap, LookUp
-from layerferry.models.skeleton import Inputs, Skeleton
+from layerferry.models.inputs import Inputs
+from layerferry.models.skeleton import Skeleton
 from layerferry.models.stack import LayerCall
 from layerferry.models.varlen import boundaries
 from layerferry.objectives.base import Head, Objective

@@ -31,7 +31,7 @@ from layerferry.engine.feed import Slot
 from layerferry.engine.gradients import add_gradients, gradients_of
 from layerferry.errors import ModelRefused
 from layerferry.layout import Plane
-from layerferry.models.skeleton import graph_leaves
+from layerferry.models.graph import graph_leaves
 from layerferry.models.stack import LayerCall
 from layerferry.models.template import Template
 from layerferry.units import Unit

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +21,8 @@ from layerferry.errors import ModelRefused
 from layerferry.layout import Entry, Layout, ParameterSpec, Plane
 from layerferry.models.build import fp32_only, locations, owner_types
 from layerferry.models.embedding import EmbeddingTap
+from layerferry.models.graph import graph_leaves, leaf_names, tensors_in
+from layerferry.models.inputs import Inputs
 from layerferry.models.router_balance import RouterBalance
 from layerferry.models.stack import LayerCall, StopForward, Stub, StubScript, find_stack
 from layerferry.models.template import Template, behaviour_key
@@ -37,26 +38,6 @@ DecayRule = Callable[[str, str], bool]
 
 _LONGEST_TUPLE = 3
 """Layers return a tensor or a tuple of up to so many things (bamba 2, rwkv 3)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """One micro-batch @device, as the model's forward takes it."""
-
-    input_ids: Tensor  # [B, T] int64 @device
-    position_ids: Tensor | None = None  # [B, T] int64 @device; restarts at each packed sample
-    attention_mask: Tensor | None = None  # [B, T] int64 @device
-    boundaries: Tensor | None = None  # [S + 1 + padding] int32 @device; where packed samples begin in B*T tokens
-
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the model's forward."""
-        given = {"input_ids": self.input_ids, "position_ids": self.position_ids, "attention_mask": self.attention_mask}
-        found: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        if self.boundaries is not None:
-            longest = self.input_ids.shape[1]
-            found |= {"cu_seq_lens_q": self.boundaries, "cu_seq_lens_k": self.boundaries}
-            found |= {"max_length_q": longest, "max_length_k": longest}
-        return found
 
 
 class _HeadStub(nn.Module):
@@ -144,9 +125,9 @@ class Skeleton:
             self._refuse_by_passes(ids)
             hidden, calls = self._forward_to_last_stub(Inputs(ids))
             sides = [leaf for call in calls for leaf in tensors_in((call.args, call.kwargs))]
-            first = _leaves([hidden, *sides], by_id)
+            first = leaf_names([hidden, *sides], by_id)
             probe = torch.zeros(4, 1, self.hidden_size, dtype=hidden.dtype, requires_grad=True)
-            last = _leaves([self._epilogue(probe)], by_id)
+            last = leaf_names([self._epilogue(probe)], by_id)
         finally:
             for name, parameter in on_meta.items():
                 self._swap(self._parameter(name), parameter)
@@ -327,7 +308,7 @@ class Skeleton:
         self._script.injected = hidden
         grad = torch.is_grad_enabled()
         try:
-            with torch.no_grad(), EmbeddingTap.blind(blank), _forked_rng(hidden.device):
+            with torch.no_grad(), EmbeddingTap.blind(blank):
                 output = self.model(input_ids=ids, use_cache=False)
         finally:
             self._script.reset()
@@ -373,46 +354,3 @@ class Skeleton:
             yield
         finally:
             head.forward = forward
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor inside nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-
-
-def _leaves(outputs: list[Tensor], names: dict[int, str]) -> set[str]:
-    """Names of the parameters under ``outputs`` in the autograd graph."""
-    return {names[id(leaf)] for leaf in graph_leaves(outputs) if id(leaf) in names}
-
-
-def graph_leaves(outputs: list[Tensor]) -> list[Tensor]:
-    """Every leaf that requires grad under ``outputs``."""
-    found = [t for t in outputs if t.requires_grad and t.grad_fn is None]
-    stack: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
-    seen = set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        stack.extend(following for following, _ in node.next_functions)
-    return found
-
-
-@contextmanager
-def _forked_rng(device: torch.device) -> Iterator[None]:
-    """The dummy prologue may draw random numbers (dropout): the caller's generators do not notice."""
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)

@@ -38,7 +38,8 @@ from layerferry.engine.tape import SideGradients, Tape
 from layerferry.engine.templates import Templates
 from layerferry.layout import FP32_PLANE, WEIGHT_PLANE, Plane
 from layerferry.models.embedding import EmbeddingTap
-from layerferry.models.skeleton import Inputs, Skeleton
+from layerferry.models.inputs import Inputs
+from layerferry.models.skeleton import Skeleton
 from layerferry.models.stack import LayerCall
 from layerferry.objectives import CrossEntropy, Head
 from layerferry.plan import GIB, Plan
@@ -94,7 +95,7 @@ def calibrate(skeleton: Skeleton, backend: Backend, plan: Plan, shape: Shape) ->
     before = backend.allocated_bytes()
     bench = _Bench(skeleton, backend, plan, shape)
     try:
-        with backend.kernels():
+        with backend.computing():
             hidden, calls, prologue_kept = bench.prologue()
             firsts = [skeleton.keys.index(key) for key in dict.fromkeys(skeleton.keys)]
             layers = tuple(bench.layer(index, hidden, calls[index]) for index in firsts)

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 
 from layerferry.layout import WEIGHT_PLANE, Plane
 from layerferry.models.embedding import EmbeddingTap
-from layerferry.models.skeleton import Inputs, Skeleton, tensors_in
+from layerferry.models.graph import tensors_in
+from layerferry.models.inputs import Inputs
+from layerferry.models.skeleton import Skeleton
 from layerferry.models.stack import LayerCall
 from layerferry.planner.flops import Flops
 from layerferry.units import Unit
