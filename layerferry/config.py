@@ -159,6 +159,8 @@ class EngineConfig:
     compile: bool | None = None
     """None: on for CUDA, off elsewhere."""
     optimizer_threads: int | None = None
+    timeline: bool = False
+    """Record one step: timeline.json (Chrome, Perfetto) and timeline.png in the output folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

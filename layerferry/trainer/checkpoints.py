@@ -66,6 +66,8 @@ class Checkpoints:
             self._last = (self._last[0], True)
             rate = outcome.num_bytes / max(outcome.seconds, 1e-9)
             logger.info("saved %s (%.2f GB at %.2f GB/s)", outcome.folder, outcome.num_bytes / 1e9, rate / 1e9)
+            if outcome.note is not None:
+                logger.warning("%s: %s", outcome.folder, outcome.note)
         else:
             logger.error(
                 "%s could not be saved: %s; earlier checkpoints are whole, training goes on", outcome.folder, outcome.fault

@@ -31,6 +31,7 @@ from layerferry.trainer.meter import Meter, Work, model_flops
 from layerferry.trainer.progress import Progress, View, host_resident_bytes
 from layerferry.trainer.reporters import Reporter
 from layerferry.trainer.state import RunState, Totals, data_facts, settings_of
+from layerferry.trainer.timeline import StepRecorder
 from layerferry.trainer.watchdog import Lane, Watchdog
 
 logger = logging.getLogger("layerferry.trainer")
@@ -52,6 +53,7 @@ class Loop:
     reporters: list[Reporter]
     progress: Progress
     meter: Meter
+    recorder: StepRecorder
     flops_per_token: Callable[[float], float]
     """Model FLOPs of a token in a row of so many."""
     cursor: Cursor = field(default_factory=Cursor)
@@ -88,7 +90,7 @@ class Loop:
         with self._waiting("data loader"):
             batch = next(batches)
         lr = self.schedule.lr_at(self.totals.step + 1)
-        with self._waiting("device"):
+        with self._waiting("device"), self.recorder.recording(self.totals.step + 1):
             report = self.engine.step(batch.micro_batches, lr=lr)
         self.checkpoints.report(wait=False)
         self.cursor = batch.cursor

@@ -44,6 +44,7 @@ from layerferry.trainer.progress import progress
 from layerferry.trainer.reporters import open_reporters, tracker_names
 from layerferry.trainer.resume import Start, find_start
 from layerferry.trainer.state import RunState, changes, check_data, data_facts, settings_of
+from layerferry.trainer.timeline import StepRecorder
 
 logger = logging.getLogger("layerferry.trainer")
 
@@ -113,6 +114,7 @@ def train(config: Config) -> None:
             reporters=reporters,
             progress=stack.enter_context(progress(plain=config.train.disable_tqdm)),
             meter=Meter(None if machine.is_cpu else machine.matmul_flops_per_s.value),  # on a CPU the share says little
+            recorder=StepRecorder(engine, folder if config.engine.timeline else None, total_steps),
             flops_per_token=question.model.flops.per_token,
         )
         run(loop, folder)

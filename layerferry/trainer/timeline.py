@@ -8,15 +8,43 @@ count as idle.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from layerferry.backends.base import Lane
 from layerferry.engine.clock import Span
+from layerferry.engine.engine import Engine
 
 ROWS = ((Lane.UPLOAD, "upload"), (Lane.COMPUTE, "compute"), (Lane.DOWNLOAD, "download"), (Lane.HOST, "CPU optimizer"))
 COLOURS = {Lane.UPLOAD: "#4477aa", Lane.COMPUTE: "#228833", Lane.DOWNLOAD: "#aa3377", Lane.HOST: "#ccbb44"}
 WAIT = "wait: "
+RECORDED_STEP = 4
+"""By then every shape is compiled, and the step before has left updates to hide."""
+
+logger = logging.getLogger("layerferry.trainer")
+
+
+class StepRecorder:
+    """Records one step of a run, an early one that is past compilation, into ``folder``; with None, nothing."""
+
+    def __init__(self, engine: Engine, folder: Path | None, total_steps: int) -> None:
+        self._engine, self._folder = engine, folder
+        self._step = min(RECORDED_STEP, total_steps)
+
+    @contextmanager
+    def recording(self, step: int) -> Iterator[None]:
+        """Around step number ``step`` (from 1)."""
+        if self._folder is None or step != self._step:
+            yield
+            return
+        self._engine.clock.start_recording()
+        yield
+        spans = self._engine.clock.stop_recording()
+        write_trace(spans, self._folder / "timeline.json")
+        draw(spans, self._folder / "timeline.png", title=f"step {step}: {spans[-1].end_s - spans[0].begin_s:.2f} s")
+        logger.info("timeline of step %d: %s", step, self._folder / "timeline.png")
 
 
 def busy_shares(spans: Sequence[Span]) -> dict[str, float]:

@@ -143,7 +143,7 @@ def test_what_is_replaced_is_logged_to_standard_error(
         (["verify", "a", "b"], "expected one argument, MODEL_DIR"),
         (["probe", "x"], "unexpected argument 'x'"),
         (["data", "--samples", "x"], "--samples"),
-        (["chat", "no/such/folder"], "no/such/folder: no usable config.json"),
+        (["chat", "no/such/folder"], "model_name_or_path: no/such/folder: no such folder"),
     ],
 )
 def test_a_wrong_command_line_is_a_user_error(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

@@ -19,6 +19,7 @@ from layerferry.trainer.history import History
 from layerferry.trainer.loop import Loop
 from layerferry.trainer.meter import Meter
 from layerferry.trainer.progress import PlainLog
+from layerferry.trainer.timeline import StepRecorder
 
 
 @dataclass
@@ -167,6 +168,7 @@ def make_loop(config: Config, engine: FakeEngine, *, num_rows: int = 7, num_eval
         checkpoints=Checkpoints(FakeSaver(folder), {"config.json": b"{}"}),  # type: ignore[arg-type]
         reporters=[],
         progress=PlainLog(),
+        recorder=StepRecorder(engine, None, 0),  # type: ignore[arg-type]
         meter=Meter(None),
         flops_per_token=lambda row_tokens: 100.0 + row_tokens,
     )

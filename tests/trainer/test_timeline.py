@@ -37,3 +37,24 @@ def test_the_trace_has_a_thread_for_every_lane(tmp_path: Path) -> None:
 def test_the_picture_is_written(tmp_path: Path) -> None:
     timeline.draw(SPANS, tmp_path / "t.png", title="a step")
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_step_is_recorded_and_the_others_are_not(tmp_path: Path) -> None:
+    class Clock:
+        started = 0
+
+        def start_recording(self) -> None:
+            self.started += 1
+
+        def stop_recording(self) -> list[Span]:
+            return SPANS
+
+    class Engine:
+        clock = Clock()
+
+    recorder = timeline.StepRecorder(Engine(), tmp_path, 10)  # type: ignore[arg-type]
+    for step in range(1, 11):
+        with recorder.recording(step):
+            pass
+    assert Engine.clock.started == 1
+    assert (tmp_path / "timeline.json").is_file() and (tmp_path / "timeline.png").is_file()

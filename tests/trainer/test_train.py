@@ -209,10 +209,17 @@ def test_a_token_without_a_row_is_refused(
 ) -> None:
     monkeypatch.setattr("layerferry.api.load", lambda *a, **k: pytest.fail("loaded"))
     config = make_config(model_folder, rows, tmp_path / "out")
-    added = replace(config, model=replace(config.model, add_tokens=("ferry",), resize_vocab=True))
+    added = replace(config, model=replace(config.model, add_tokens=("ferry",)))
     with pytest.raises(ConfigError, match=r"the data holds token \d+, and the embedding"):
         train(added)
     assert not (tmp_path / "out").exists()
+
+
+def test_resize_vocab_gives_new_tokens_rows(model_folder: Path, rows: Path, tmp_path: Path) -> None:
+    config = make_config(model_folder, rows, tmp_path / "out", max_steps=1)
+    train(replace(config, model=replace(config.model, add_tokens=("ferry",), resize_vocab=True)))
+    known = json.loads((model_folder / "config.json").read_text())["vocab_size"]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == -(-(known + 1) // 64) * 64
 
 
 def test_a_plan_that_does_not_fit_leaves_nothing(model_folder: Path, rows: Path, tmp_path: Path) -> None:
