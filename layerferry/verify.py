@@ -1,9 +1,9 @@
 """Is the engine right for this model? A small random copy of its config, streamed through two slots, against plain autograd.
 
-The copy has random weights and under twenty million parameters, but every behaviour of the real one (``models/shrink.py``). It is
-trained for one step on the chaos backend, where copies land late and released slots hold NaN, and loss and every
-gradient are compared with the whole model under plain autograd. Needs ``config.json`` and no weights.
-A model that the engine refuses raises ``ModelRefused``. Checked by ``tests/test_verify.py``.
+The copy has random weights and under twenty million parameters, but every behaviour of the real one (``models/shrink.py``).
+It is trained for one step on the chaos backend, where copies land late and released slots hold NaN, the backward of a layer
+always in another slot than its forward; loss and every gradient are compared with the whole model under plain autograd. Needs
+``config.json`` and no weights. A model that the engine refuses raises ``ModelRefused``. Checked by ``tests/test_verify.py``.
 """
 
 from __future__ import annotations
@@ -189,13 +189,16 @@ def _engine(model: Any) -> Engine:
     from layerferry.api import load
     from layerferry.backends.chaos import ChaosBackend
     from layerferry.config import Config, ModelConfig, TrainConfig
+    from layerferry.engine.oracle import OtherSlots
     from layerferry.optim.adamw import AdamW
     from layerferry.optim.reference import ReferenceKernels
     from layerferry.plan import Plan
 
     config = Config(model=ModelConfig(model_name_or_path=model.config.model_type), train=TrainConfig(fp32=True, seed=SEED))
     plan = Plan(fp32=True, num_slots=2, num_slabs=1)
-    return load(model, optimizer=AdamW(kernels=ReferenceKernels()), config=config, plan=plan, backend=ChaosBackend())
+    engine = load(model, optimizer=AdamW(kernels=ReferenceKernels()), config=config, plan=plan, backend=ChaosBackend())
+    OtherSlots.take_over(engine)
+    return engine
 
 
 def _compared(engine: Engine, unit: Unit, expected: dict[str, Tensor]) -> UnitResult:

@@ -87,7 +87,7 @@ class Feed:
     def __init__(
         self, backend: Backend, clock: Clock, store: Store, deferred: DeferredSteps, pool_of: dict[int, SlotPool]
     ) -> None:
-        self._backend, self._clock, self._store, self._deferred, self._pool_of = backend, clock, store, deferred, pool_of
+        self._backend, self._clock, self._store, self._deferred, self.pool_of = backend, clock, store, deferred, pool_of
         self._uses = 0
         self.uploaded_bytes = 0
 
@@ -95,7 +95,7 @@ class Feed:
         """Say what will be fed next, in order; adds to what was said before."""
         touched = set()
         for unit in units:
-            pool = self._pool_of[unit.index]
+            pool = self.pool_of[unit.index]
             pool.expected.append(unit)
             touched.add(pool)
         for pool in touched:
@@ -103,7 +103,7 @@ class Feed:
 
     def forget(self, *, stale: bool) -> None:
         """Drop every expectation; where ``stale``, also what the slots hold, because the weights @host are about to change."""
-        for pool in set(self._pool_of.values()):
+        for pool in set(self.pool_of.values()):
             pool.expected.clear()
             pool.assigned.clear()
             for slot in pool.slots:
@@ -115,7 +115,7 @@ class Feed:
     @contextmanager
     def __call__(self, unit: Unit) -> Iterator[Slot]:
         """The slot that holds ``unit``'s weights, for the compute lane, until the context is left."""
-        pool = self._pool_of[unit.index]
+        pool = self.pool_of[unit.index]
         if not pool.assigned or pool.assigned[0][0] is not unit:
             self._unforeseen(pool, unit)
         _, slot = pool.assigned.popleft()

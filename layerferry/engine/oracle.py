@@ -10,6 +10,7 @@ of a few sums.)
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -19,14 +20,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerferry.engine.batch import IGNORE_INDEX, MicroBatch
+from layerferry.engine.feed import Slot, SlotPool
 from layerferry.engine.gradients import gradients_of
 from layerferry.engine.randomness import seed_of
 from layerferry.models.build import locations
 from layerferry.models.stack import find_stack
 from layerferry.objectives.base import Head
+from layerferry.units import Unit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from layerferry.engine.engine import Engine
 
 
 def load_parameters(model: PreTrainedModel, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
@@ -129,6 +134,36 @@ def drawing_by_place(model: PreTrainedModel, *, step: int, seed: int) -> Iterato
     finally:
         for handle in handles:
             handle.remove()
+
+
+class OtherSlots(SlotPool):
+    """The feed's slots in the worst order: content is never used twice, and a unit never lands where it was before.
+
+    The feed's own order is so regular that a layer's backward runs in the slot of its forward, where even a tape without
+    handles would read the right weights. With two of these slots it never does.
+    """
+
+    def __init__(self, slots: list[Slot]) -> None:
+        self.slots = slots
+        self.expected, self.assigned = deque(), deque()
+        self._last: dict[int, Slot] = {}
+
+    def holding(self, unit: Unit) -> Slot | None:
+        return None
+
+    def victim(self) -> Slot | None:
+        unit = self.expected[0]
+        chosen = next((slot for slot in self.slots if not slot.claims and slot is not self._last.get(unit.index)), None)
+        if chosen is not None:
+            self._last[unit.index] = chosen
+        return chosen
+
+    @classmethod
+    def take_over(cls, engine: Engine) -> None:
+        """Layers of ``engine`` are fed in this order from now on."""
+        layers = engine.skeleton.layer_units
+        own = cls(engine.feed.pool_of[layers[0].index].slots)
+        engine.feed.pool_of.update({unit.index: own for unit in layers})
 
 
 class WholeRows:

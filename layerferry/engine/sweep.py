@@ -81,7 +81,7 @@ class Sweep:
         skeleton = self.skeleton
         layers = skeleton.layer_units
         self.feed.expect([skeleton.prologue_unit, *layers, skeleton.epilogue_unit, *reversed(layers)])
-        self.templates.train(True)
+        self._set_mode(training=True)
         passes, end_parameters = self._prologue(micro_batches, tape, step_seed)
         needs_prologue = tape.num_handles.get(skeleton.prologue_unit.index, 0) > 0
         if needs_prologue:
@@ -215,7 +215,7 @@ class Sweep:
         """These micro-batches' share of the loss [] fp32 @device; memory grows with their number by hidden states only."""
         skeleton = self.skeleton
         self.feed.expect([skeleton.prologue_unit, *skeleton.layer_units, skeleton.epilogue_unit])
-        self.templates.train(False)
+        self._set_mode(training=False)
         total = torch.zeros((), device=self.backend.device)
         with torch.no_grad():
             with self.feed(skeleton.prologue_unit) as slot:
@@ -240,6 +240,12 @@ class Sweep:
         return total
 
     # ---------------------------------------------------------------- parts
+
+    def _set_mode(self, *, training: bool) -> None:
+        self.templates.train(training)
+        # TRAP: the ends have dropout of their own (tests/conformance/test_not_vacuous.py)
+        if self.skeleton.model.training != training:
+            self.skeleton.model.train(training)
 
     @contextmanager
     def _or_drain(self, accumulator: Plane | None, unit: Unit, *, carry: bool) -> Iterator[Plane]:

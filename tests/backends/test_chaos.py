@@ -48,7 +48,8 @@ class Forgetful(ChaosBackend):
             super().wait(lane, fence)
 
     def record(self, lane: Lane) -> Fence:
-        assert isinstance(fence := super().record(lane), ChaosFence)
+        fence = super().record(lane)
+        assert isinstance(fence, ChaosFence)
         return ForgetfulFence(self, fence.lane, fence.ticket, fence.clock)
 
 

@@ -13,7 +13,7 @@ from layerferry.backends.base import Backend
 from layerferry.backends.chaos import ChaosBackend
 from layerferry.engine.batch import IGNORE_INDEX, MicroBatch
 from layerferry.engine.engine import Engine
-from layerferry.engine.oracle import drawing_by_place
+from layerferry.engine.oracle import OtherSlots, drawing_by_place
 from layerferry.layout import FP32_PLANE, GRAD
 from layerferry.models.build import build_on_meta, fp32_only
 from layerferry.models.skeleton import Skeleton
@@ -23,7 +23,7 @@ from layerferry.plan import Plan
 from layerferry.store.store import Store, plane_specs
 
 PLAN = Plan(fp32=True, num_slots=2, num_slabs=1)
-"""Two slots: by the backward of a unit its slot has nearly always held another, and often it is the other slot."""
+"""Two slots, and with ``OtherSlots`` the backward of a layer always runs in the other one."""
 SEED = 42
 CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 
@@ -72,7 +72,13 @@ def seeded(model: Any) -> AbstractContextManager[None]:
 
 
 def make_engine(
-    model: Any, plan: Plan = PLAN, *, backend: Backend | None = None, optimizer: AdamW | None = None, seed: int = SEED
+    model: Any,
+    plan: Plan = PLAN,
+    *,
+    backend: Backend | None = None,
+    optimizer: AdamW | None = None,
+    seed: int = SEED,
+    other_slots: bool = False,
 ) -> Engine:
     """The engine over a copy of ``model``'s weights. In fp32 mode with fp32 gradients @host."""
     backend = backend or ChaosBackend()
@@ -88,7 +94,10 @@ def make_engine(
             store.set_parameter(unit, entry, parameters[unit.names[entry.name]].detach())
     for name in skeleton.buffer_names:
         skeleton.set_buffer(name, buffers[name])
-    return Engine(skeleton, store, optimizer, backend, plan, seed=seed)
+    engine = Engine(skeleton, store, optimizer, backend, plan, seed=seed)
+    if other_slots:
+        OtherSlots.take_over(engine)
+    return engine
 
 
 def gradients(engine: Engine) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ def test_loss_and_every_gradient_equal_autograd(family: Family) -> None:
         batches = micro_batches(rows=family.rows)
         with seeded(model):
             loss, expected = loss_and_gradients(model, batches)
-        engine = make_engine(model)
+        engine = make_engine(model, other_slots=True)
         report = engine.step(batches, WholeRows(), lr=0.0)
         assert report.loss == loss.item(), attention
         assert not unequal(gradients(engine), expected), attention
@@ -61,7 +61,7 @@ def test_bf16_gradients_are_the_fp32_sum_rounded_once(family: Family) -> None:
     batches = micro_batches(rows=family.rows)
     with seeded(model):
         loss, expected = loss_and_gradients(model, batches)
-    engine = make_engine(model, replace(PLAN, fp32=False))
+    engine = make_engine(model, replace(PLAN, fp32=False), other_slots=True)
     report = engine.step(batches, WholeRows(), lr=0.0)
     assert report.loss == loss.item()
     wide = {u.names[e.name] for u in engine.store.units for e in u.layout.entries if e.dtype == torch.float32}
