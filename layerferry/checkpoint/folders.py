@@ -136,9 +136,10 @@ def remove_old(files: Files, output_dir: Path, *, run: str, keep: int | None) ->
         except CheckpointError:
             continue
     gone = own[max(keep, 1) :] if keep is not None else []
+    for hidden in output_dir.glob(f"{PARTIAL}re*"):  # replaced ones, and what could not be removed before
+        files.remove(hidden)
     for path in gone:
         hidden = output_dir / f"{PARTIAL}removed-{path.name}"
-        files.remove(hidden)
         files.rename(path, hidden)
         files.remove(hidden)
     return gone

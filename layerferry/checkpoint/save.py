@@ -49,6 +49,8 @@ class Saved:
     seconds: float
     fault: str | None
     """None: the checkpoint is whole and in its place."""
+    note: str | None = None
+    """What went wrong behind a checkpoint that is whole."""
 
 
 class Saver:
@@ -137,14 +139,22 @@ class Saver:
                 self._put_in_place(partial, folder)
             finally:
                 self._let_go(holds)
-            gone = remove_old(self._files, self._output_dir, run=self._run, keep=self._keep)
-            for path in gone:
-                logger.info("removed %s: save_total_limit", path)
         except (OSError, CheckpointError) as error:
             with suppress(OSError):
                 self._files.remove(partial)
             return _failed(folder, begin, error)
-        return Saved(folder=folder, num_bytes=num_bytes, seconds=time.monotonic() - begin, fault=None)
+        note = self._tidy(folder)
+        return Saved(folder=folder, num_bytes=num_bytes, seconds=time.monotonic() - begin, fault=None, note=note)
+
+    def _tidy(self, folder: Path) -> str | None:
+        """What follows a checkpoint that is whole: ``latest`` moves, old ones go. A fault here costs nothing but room."""
+        try:
+            write_latest(self._files, self._output_dir, Latest(run=self._run, checkpoint=folder.name))
+            for path in remove_old(self._files, self._output_dir, run=self._run, keep=self._keep):
+                logger.info("removed %s: save_total_limit", path)
+        except OSError as error:
+            return f"earlier checkpoints could not be removed: {reason_of(error)}"
+        return None
 
     def _fill(self, partial: Path, step: int, small_files: dict[str, bytes], holds: dict[int, Hold]) -> int:
         self._files.remove(partial)
@@ -217,12 +227,14 @@ class Saver:
             hidden = self._output_dir / f"{PARTIAL}replaced-{folder.name}"
             self._files.remove(hidden)
             self._files.rename(folder, hidden)
-            self._files.rename(partial, folder)
-            self._files.remove(hidden)
+            try:
+                self._files.rename(partial, folder)
+            except OSError:
+                self._files.rename(hidden, folder)
+                raise
         else:
             self._files.rename(partial, folder)
         self._files.sync_folder(self._output_dir)
-        write_latest(self._files, self._output_dir, Latest(run=self._run, checkpoint=folder.name))
 
     def _let_go(self, holds: dict[int, Hold]) -> None:
         for hold in holds.values():

@@ -1,0 +1,164 @@
+"""Every operation of a save fails once, in every way: earlier checkpoints are whole, training goes on, the next save works.
+
+The disk's operations are numbered; each number is tried with each fault. The counts are printed (``pytest -s``) and stand in
+``docs/reliability.md``.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from layerferry.checkpoint.files import Files
+from layerferry.checkpoint.folders import PARTIAL, candidates, clear_leftovers, open_checkpoint, read_latest
+from layerferry.checkpoint.manifest import Manifest
+from layerferry.checkpoint.save import Saver
+from layerferry.engine.engine import Engine
+from tests.checkpoint.faults import BreakingFiles, Killed, QuickFiles
+from tests.checkpoint.tiny import RUN, engine_of, model_of, save, train
+
+ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EROFS": errno.EROFS}
+SMALL = {"run.json": b"{}", "config.json": b'{"a": 1}'}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    built = engine_of(model_of(num_hidden_layers=1, vocab_size=32, hidden_size=8, intermediate_size=8))
+    return built
+
+
+@pytest.fixture(scope="module")
+def earlier(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An output folder with checkpoint-1 of the run, and a stale checkpoint-2 of another run."""
+    folder = tmp_path_factory.mktemp("earlier")
+    save(engine, folder, 1)
+    saver = Saver(engine, folder, run="feedfacefeedface")
+    saver.start(2, {})
+    saver.take_outcome(wait=True)
+    saver.close()
+    (folder / "latest").unlink()
+    return folder
+
+
+def attempt(engine: Engine, folder: Path, files: Files) -> str | None:
+    """Save checkpoint-2 with ``keep=1``; "killed", the fault that was reported, or None."""
+    saver = Saver(engine, folder, run=RUN, keep=1, files=files)
+    try:
+        saver.start(2, SMALL)
+        outcome = saver.take_outcome(wait=True)
+        assert outcome is not None
+        return outcome.fault or outcome.note
+    except Killed:
+        return "killed"
+    finally:
+        saver.close()
+
+
+def assert_whole(folder: Path, pool: ThreadPoolExecutor) -> Manifest:
+    manifest = open_checkpoint(folder)
+    manifest.check(folder, pool)
+    return manifest
+
+
+def num_operations(engine: Engine, earlier: Path, work: Path) -> int:
+    folder = work / "count"
+    shutil.copytree(earlier, folder)
+    files = BreakingFiles(-1, "kill")
+    assert attempt(engine, folder, files) is None
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-2", "latest"]
+    return files.count
+
+
+@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize("lasting", [False, True])
+def test_an_error_at_every_operation(engine: Engine, earlier: Path, tmp_path: Path, name: str, lasting: bool) -> None:
+    total = num_operations(engine, earlier, tmp_path)
+    seen: Counter[str] = Counter()
+    with ThreadPoolExecutor(2) as pool:
+        for at in range(total):
+            folder = tmp_path / str(at)
+            shutil.copytree(earlier, folder)
+            files = BreakingFiles(at, ERRORS[name], lasting=lasting)
+            fault = attempt(engine, folder, files)
+            newest = candidates(folder)[0]
+            manifest = assert_whole(newest, pool)
+            if fault is not None:
+                assert_whole(folder / "checkpoint-1", pool) if newest.name == "checkpoint-1" else None
+                seen[files.names[at]] += 1
+            assert manifest.run == RUN or newest.name == "checkpoint-2"  # the stale one stays where it was
+            assert attempt(engine, folder, QuickFiles()) is None, "the next save, on a disk that is well again"
+            assert [path.name for path in candidates(folder)] == ["checkpoint-2"]
+            assert assert_whole(folder / "checkpoint-2", pool).run == RUN
+            assert not [path for path in folder.iterdir() if path.name.startswith(PARTIAL)]
+            shutil.rmtree(folder)
+    assert set(seen) >= {"make_folder", "create", "write", "sync", "rename", "sync_folder", "remove"}
+    print(f"{name}{' from there on' if lasting else ''}: {sum(seen.values())} of {total} operations failed once: {dict(seen)}")
+
+
+@pytest.mark.parametrize("kind", ["kill", "torn", "cut"])
+def test_a_kill_at_every_operation(engine: Engine, earlier: Path, tmp_path: Path, kind: str) -> None:
+    total = num_operations(engine, earlier, tmp_path)
+    left: Counter[str] = Counter()
+    with ThreadPoolExecutor(2) as pool:
+        for at in range(total):
+            folder = tmp_path / str(at)
+            shutil.copytree(earlier, folder)
+            assert attempt(engine, folder, BreakingFiles(at, kind)) == "killed"
+            clear_leftovers(Files(), folder)
+            own = [path for path in candidates(folder) if Manifest.read(path).run == RUN]
+            assert own, f"operation {at}: nothing whole is left"
+            for path in candidates(folder):
+                assert_whole(path, pool)
+            latest = read_latest(folder)
+            assert latest is None or latest.checkpoint == "checkpoint-2"
+            left[own[0].name] += 1
+            shutil.rmtree(folder)
+    assert left["checkpoint-1"] and left["checkpoint-2"]
+    print(f"{kind}: {total} operations, newest whole afterwards: {dict(left)}")
+
+
+def test_training_goes_on_after_a_fault(tmp_path: Path) -> None:
+    """No unit stays held, whatever fails: two more steps run, and their bits are those of a run that never saved."""
+    model = model_of()
+    plain = engine_of(model)
+    expected = train(plain, range(4))
+    engine = engine_of(model)
+    found = train(engine, range(2))
+    for at in (0, 3, 20, 40):
+        files = BreakingFiles(at, errno.ENOSPC)
+        saver = Saver(engine, tmp_path, run=RUN, files=files)
+        saver.start(2, {})
+        outcome = saver.take_outcome(wait=True)
+        assert outcome is not None and (outcome.fault is not None) == (at > 0)  # 0 asks for free space, which cannot fail
+        saver.close()
+    assert found + train(engine, range(2, 4)) == expected
+    engine.close()
+
+
+def test_no_room(engine: Engine, tmp_path: Path) -> None:
+    class Small(Files):
+        def free_bytes(self, path: Path) -> int:
+            return 1000
+
+    fault = attempt(engine, tmp_path, Small())
+    assert fault is not None and "a checkpoint needs 0.00 GiB" in fault and "Free space" in fault
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("change", "word"), [("vanished", "vanished"), ("a file", "Not a directory")])
+def test_the_output_folder_goes_away(engine: Engine, tmp_path: Path, change: str, word: str) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    saver = Saver(engine, folder, run=RUN)
+    folder.rmdir()
+    if change == "a file":
+        folder.write_text("")
+    saver.start(1, {})
+    outcome = saver.take_outcome(wait=True)
+    saver.close()
+    assert outcome is not None and outcome.fault is not None and word in outcome.fault

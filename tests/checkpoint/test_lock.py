@@ -1,0 +1,69 @@
+"""One run a folder: refused while the owner lives, free the moment it is dead, and gone without a trace."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from layerferry.checkpoint.lock import LOCK, FolderLock
+from layerferry.errors import ConfigError
+
+HOLDER = "import sys, pathlib, time; from layerferry.checkpoint.lock import FolderLock\n"
+HOLDER += "lock = FolderLock(pathlib.Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
+
+
+def test_the_second_is_refused_and_a_killed_owner_leaves_no_lock(tmp_path: Path) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout is not None and owner.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=f"in use by process {owner.pid} on {socket.gethostname()}, since 20"):
+            FolderLock(tmp_path)
+        owner.send_signal(signal.SIGKILL)
+    finally:
+        owner.kill()
+        owner.wait()
+    with FolderLock(tmp_path):
+        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_folder_is_taken_away_again(tmp_path: Path) -> None:
+    with FolderLock(tmp_path / "a" / "b"):
+        assert (tmp_path / "a" / "b").is_dir()
+    assert list(tmp_path.iterdir()) == []
+    with FolderLock(tmp_path / "a" / "b"):
+        (tmp_path / "a" / "b" / "result").write_text("")
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["result"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "is_free"),
+    [
+        ({"pid": 1, "host": socket.gethostname(), "since": "then"}, False),
+        ({"pid": 2**22 + 1, "host": socket.gethostname(), "since": "then"}, True),
+        ({"pid": 2**22 + 1, "host": "elsewhere", "since": "then"}, False),
+        ({}, True),
+    ],
+)
+def test_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: dict[str, object], is_free: bool
+) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    (tmp_path / LOCK).write_text(json.dumps(owner))
+    if is_free:
+        FolderLock(tmp_path).close()
+    else:
+        with pytest.raises(ConfigError, match="if it is gone, remove"):
+            FolderLock(tmp_path)
