@@ -130,7 +130,8 @@ class Sweep:
             template = self.templates.bound(index, slot)
             for run in passes:
                 if run.micro_batch.isolated:
-                    self.isolation.check(template, self.skeleton.keys[index], run.micro_batch, run.hidden, run.calls[index])
+                    with tape.resolving(unit, slot):
+                        self.isolation.check(template, self.skeleton.keys[index], run.micro_batch, run.hidden, run.calls[index])
                 self.backend.seed(seed_of(step_seed, unit.index, run.number))
                 run.hidden = tape.forward(unit, run.number, template, run.hidden, run.calls[index])
 
