@@ -69,14 +69,13 @@ class Manifest:
         """The manifest of ``folder``; ``CheckpointError`` where it is missing, damaged, or of another format."""
         path = folder / MANIFEST
         try:
-            with path.open("rb") as stream:
-                text = stream.read(MAX_MANIFEST_BYTES + 1)
+            if path.stat().st_size > MAX_MANIFEST_BYTES:
+                raise CheckpointError(f"{path}: larger than any manifest")
+            text = path.read_bytes()
         except FileNotFoundError:
             raise CheckpointError(f"{folder}: no {MANIFEST}: no checkpoint of ours, or one never finished") from None
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {reason_of(error)}") from error
-        if len(text) > MAX_MANIFEST_BYTES:
-            raise CheckpointError(f"{path}: larger than any manifest")
         try:
             value = json.loads(text.decode("utf-8"))
         except (ValueError, RecursionError) as error:

@@ -37,6 +37,9 @@ from layerferry.store.safetensors_file import INDEX_FILE, bytes_of
 from layerferry.units import Unit
 from layerferry.version import VERSION
 
+ALIGN_BYTES = 256
+"""Planes begin at multiples of this in the buffer that units @device land in."""
+
 logger = logging.getLogger("layerferry.checkpoint")
 
 
@@ -72,6 +75,7 @@ class Saver:
         self._contents = Contents(engine, model_only=model_only)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._adder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksum")
+        self._landing = torch.empty(0, dtype=torch.uint8)
         self._pending: Future[Saved] | None = None
         self.bytes_written = 0
         """Bytes of all checkpoints so far: whether the writer moves."""
@@ -139,6 +143,7 @@ class Saver:
                 self._put_in_place(partial, folder)
             finally:
                 self._let_go(holds)
+                self._landing = torch.empty(0, dtype=torch.uint8)
         except (OSError, CheckpointError) as error:
             with suppress(OSError):
                 self._files.remove(partial)
@@ -193,7 +198,7 @@ class Saver:
             fence = hold.settled.result()
             planes = {kind: plane for kind, plane in store.planes(unit).items() if kind != GRAD}
             if unit.index in store.on_device:
-                planes = {kind: self._downloaded(plane, fence) for kind, plane in planes.items()}
+                planes = self._downloaded(planes, fence)
                 hold.released.set_result(backend.record(Lane.HOST))
             else:
                 backend.wait(Lane.HOST, fence)
@@ -203,13 +208,22 @@ class Saver:
             if not hold.released.done():
                 hold.released.set_result(backend.record(Lane.HOST))
 
-    def _downloaded(self, plane: Plane, fence: Fence) -> Plane:
+    def _downloaded(self, planes: Mapping[str, Plane], fence: Fence) -> dict[str, Plane]:
+        """Copies @host, in one buffer that the units of a checkpoint use one after the other."""
         backend = self._engine.backend
-        landed = torch.empty(plane.buffer.numel(), dtype=torch.uint8)
+        needed = sum(-(-plane.buffer.numel() // ALIGN_BYTES) * ALIGN_BYTES for plane in planes.values())
+        if self._landing.numel() < needed:
+            self._landing = torch.empty(needed, dtype=torch.uint8)
         backend.wait(Lane.DOWNLOAD, fence)
-        backend.copy(Lane.DOWNLOAD, landed, plane.buffer)
+        found, cursor = {}, 0
+        for kind, plane in planes.items():
+            num_bytes = plane.buffer.numel()
+            landed = self._landing[cursor : cursor + num_bytes]
+            backend.copy(Lane.DOWNLOAD, landed, plane.buffer)
+            found[kind] = Plane(plane.layout, plane.spec, landed)
+            cursor += -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
         backend.record(Lane.DOWNLOAD).synchronize()
-        return Plane(plane.layout, plane.spec, landed)
+        return found
 
     def _write_tensors(self, path: Path, file: FileToWrite) -> FileRecord:
         with SummedFile(self._files, path, self._adder) as out:

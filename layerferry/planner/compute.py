@@ -1,0 +1,100 @@
+"""Seconds of compute by piece of work: what one micro-batch takes in a layer and in the head, and what sums and updates take.
+
+A layer's time is its matrix products at the machine's rate, plus passes over activations at the device memory's rate, plus
+what recomputation adds under the activation budget; every micro-batch also pays for adding the layer's gradient to an fp32
+sum, and for launching. Constants are fitted to DESIGN's table for one compiled Qwen2.5-7B layer (16 rows of 1,024 tokens;
+624, 629, 597, 565 and 513 model-TFLOP/s at budgets 1.0, 0.7, 0.5, 0.3 and 0.0, about 600 with 8 rows at 0.7) and say where
+they come from. Left out: experts that are too small for the matrix units. Checked by ``tests/planner/test_time.py`` against
+whole measured steps of other shapes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from layerferry.plan import Plan
+from layerferry.planner.facts import Model
+from layerferry.planner.flops import FORWARD_SHARE
+from layerferry.planner.machine import Machine
+from layerferry.planner.memory import Shape, tokens_of
+
+ACTIVATION_PASSES = 5.2
+"""Times that a layer's forward and backward move the bytes it keeps at budget 1.0: 2.28 us a token are 1.99 of products at
+715 TFLOP/s, 0.09 of sums and launches, and 0.20 of passes over 159 KB at 4.2 TB/s."""
+RECOMPUTATION = ((0.0, 1.225), (0.3, 1.109), (0.5, 1.047), (0.7, 0.992), (1.0, 1.0))
+"""(activation budget, time over that of budget 1.0) of a compiled layer, sums and launches taken off."""
+EAGER, EAGER_REBUILD = 1.18, 1.57
+"""Time over that of the compiled layer (540 and 406 beside 636 TFLOP/s): everything kept, everything computed again."""
+LAYER_OVERHEAD_S = 1.0e-3
+"""Of every layer and micro-batch, whatever its size: 8 rows instead of 16 cost 5 %, of which sums explain a third."""
+SUM_BYTES = 10
+"""Moved for every parameter to add a bf16 gradient to an fp32 sum."""
+DRAIN_BYTES = 12
+"""Moved for every parameter to clear a sum, round it and take its norm."""
+HOME_STEP_BYTES = 26
+"""Moved for every parameter by an update @device."""
+LOGIT_PASSES = 6
+"""Times that the fused head moves a chunk's logits."""
+CPU_SHARE, CPU_REBUILD = 0.6, 4 / 3
+"""Of the rate of matrix products that plain torch reaches on a CPU; and the second forward of a rebuild."""
+STEP_SHARE = 0.98
+"""Share of a step in which the device is busy while nothing is waited for (docs/img/timeline.png)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Seconds that one micro-batch takes. ``layers``: (forward, backward) by behaviour."""
+
+    layers: tuple[tuple[float, float], ...]
+    head: float
+
+
+def pace(model: Model, plan: Plan, shape: Shape, machine: Machine) -> Pace:
+    """Of full micro-batches of ``plan``."""
+    tokens, speed = tokens_of(plan, shape), machine.matmul_flops_per_s.value
+    moved_s = 1.0 / (machine.device_bytes_per_s.value * STEP_SHARE)
+    head_flops = 6.0 * model.flops.head_params
+    layer_flops = (model.flops.per_token(shape.row_tokens) - head_flops) / max(model.num_layers, 1)
+    if machine.is_cpu:
+        forward = tokens * layer_flops * FORWARD_SHARE / (speed * CPU_SHARE)
+        backward = forward * (3 * (1.0 if plan.activation_budget >= 1.0 else CPU_REBUILD) - 1)
+        return Pace(layers=((forward, backward),) * len(model.kept), head=tokens * head_flops / (speed * CPU_SHARE))
+    again = recomputation(plan)
+    whole = _interpolate(RECOMPUTATION, 1.0) if plan.compile else EAGER
+    layers = []
+    for number, kept in enumerate(model.kept):
+        products = layer_flops / (speed * STEP_SHARE)
+        work = tokens * (products + ACTIVATION_PASSES * kept.compiled * moved_s)
+        sums = SUM_BYTES * model.kinds[number].numel * moved_s
+        forward = work * whole * FORWARD_SHARE + LAYER_OVERHEAD_S * FORWARD_SHARE
+        backward = work * again - work * whole * FORWARD_SHARE + LAYER_OVERHEAD_S * (1 - FORWARD_SHARE) + sums
+        layers.append((forward, backward))
+    chunks = -(-tokens // max(min(plan.chunk_tokens, tokens), 1))
+    logits = LOGIT_PASSES * model.vocab_size * model.compute_bytes * moved_s
+    in_sums = chunks * SUM_BYTES * model.flops.head_params * moved_s
+    return Pace(layers=tuple(layers), head=tokens * (head_flops / (speed * STEP_SHARE) + logits) + in_sums)
+
+
+def recomputation(plan: Plan) -> float:
+    """Time of a layer over that of one that is compiled and keeps everything."""
+    if plan.compile:
+        return _interpolate(RECOMPUTATION, plan.activation_budget)
+    return EAGER if plan.activation_budget >= 1.0 else EAGER_REBUILD
+
+
+def drain_s(num_params: int, machine: Machine) -> float:
+    """Passes over the sums of ``num_params``, once a drain."""
+    return DRAIN_BYTES * num_params / machine.device_bytes_per_s.value
+
+
+def home_step_s(num_params: int, machine: Machine) -> float:
+    """Updates of the units that live @device, all together."""
+    return HOME_STEP_BYTES * num_params / machine.device_bytes_per_s.value
+
+
+def _interpolate(table: tuple[tuple[float, float], ...], at: float) -> float:
+    for (left, low), (right, high) in pairwise(table):
+        if at <= right:
+            return low + (high - low) * (at - left) / (right - left)
+    return table[-1][1]

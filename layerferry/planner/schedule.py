@@ -1,0 +1,239 @@
+"""What a step waits for: the engine's program on three lanes and the optimizer's worker, unit by unit.
+
+``waits`` repeats, in program order, what ``engine/sweep.py``, ``feed.py``, ``drain.py`` and ``deferred.py`` queue, with
+seconds instead of bytes: a lane runs its work in order, work begins when its lane is free and its fences are passed, and
+whatever the compute lane stands still for is booked on updates or on copies. Two orders matter and are repeated exactly:
+
+- uploads of the first wave are queued by the updates they hang on, the head's last;
+- slots go first to the unit that is used next: on the way up the upload of layer i + S waits for layer i, on the way down
+  for layer i + S, and between the directions the last S layers stay where they are (Belady's rule for this order of uses).
+
+The host is taken to run ahead of the device. Of many waves the third stands for those between it and the last. Checked by
+``tests/planner/test_schedule.py`` against closed forms and by measured rows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_PROLOGUE, _HEAD = -1, -2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Seconds of one unit: compute of a micro-batch, one drain's passes, one update, one copy each way."""
+
+    forward: float
+    """Of the head: forward and backward, which are one."""
+    backward: float
+    drain: float
+    update: float
+    upload: float
+    bring: float
+    """Upload of a carried gradient."""
+    send: float
+    """Download of its gradient."""
+    home: bool
+    """Lives @device: neither update nor copies."""
+
+
+@dataclass(slots=True)
+class Waits:
+    """Seconds that compute stands still in a step."""
+
+    updates: float = 0.0
+    copies: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """One step. ``tied``: prologue and head are one unit, whose update and copies are those of ``prologue``."""
+
+    prologue: Piece
+    layers: Sequence[Piece]
+    head: Piece
+    tied: bool
+    waves: Sequence[float]
+    """Micro-batches of each."""
+    num_slots: int
+    num_slabs: int
+    resident_gradients: bool
+    home_step_s: float = 0.0
+
+
+def waits(program: Program) -> Waits:
+    """Of one step in the steady state."""
+    run, last = _Run(program), len(program.waves) - 1
+    for number in sorted({0, 1, 2, last} & set(range(last + 1))):
+        before = Waits(run.found.updates, run.found.copies)
+        run.wave(program.waves[number], first=number == 0, last=number == last)
+        if number == 2 and last > 3:  # the waves between the third and the last are like the third
+            run.found.updates += (last - 3) * (run.found.updates - before.updates)
+            run.found.copies += (last - 3) * (run.found.copies - before.copies)
+    return run.found
+
+
+class _Ring:
+    """Buffers that are used in turn."""
+
+    def __init__(self, count: int) -> None:
+        self.free = [0.0] * max(count, 1)
+        self._turn = 0
+
+    def take(self) -> int:
+        self._turn = (self._turn + 1) % len(self.free)
+        return self._turn
+
+
+class _Run:
+    """The lanes' clocks. A unit is known by its index here: layers from 0, the prologue -1, the head -2."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.num_slots = max(program.num_slots, 1)
+        self.travelling = [index for index, layer in enumerate(program.layers) if not layer.home]
+        head = _PROLOGUE if program.tied else _HEAD
+        self.ends_shared = not program.tied and not program.prologue.home and not program.head.home
+        self.head_unit = head
+        self.compute, self.upload, self.download = program.home_step_s, 0.0, 0.0
+        self.found = Waits()
+        self.updated: dict[int, float] = {}
+        self.arrived: dict[int, float] = {}
+        self.drained: dict[int, float] = {}
+        self.landed: dict[int, tuple[float, _Ring, int]] = {}
+        self.end_slot = 0.0
+        self.leaving = {True: _Ring(program.num_slabs), False: _Ring(1)}
+        self.landing = {True: _Ring(2), False: _Ring(1)}
+        self.expected: deque[int] = deque()
+        self._begin_updates()
+
+    def piece(self, unit: int) -> Piece:
+        program = self.program
+        return program.layers[unit] if unit >= 0 else program.prologue if unit == _PROLOGUE else program.head
+
+    def _begin_updates(self) -> None:
+        """One worker, in next-use order; an update waits for the gradient, and the prologue's is the last to come down."""
+        order = [_PROLOGUE, *range(len(self.program.layers)), *([] if self.program.tied else [_HEAD])]
+        clock = 0.0 if self.program.prologue.home else self.program.prologue.send
+        for unit in order:
+            if not self.piece(unit).home:
+                clock += self.piece(unit).update
+                self.updated[unit] = clock
+
+    # ---------------------------------------------------------------- one wave
+
+    def wave(self, micro_batches: float, *, first: bool, last: bool) -> None:
+        slots, travelling = self.num_slots, self.travelling
+        carry = not first and not self.program.resident_gradients
+        self._begin_wave(first=first)
+        self._feed(_PROLOGUE)
+        self.compute += micro_batches * self.program.prologue.forward
+        if self.ends_shared:
+            self.end_slot = self.compute
+            if not first:
+                self._send_up(_HEAD, after=self.end_slot)
+        place = 0
+        for index, layer in enumerate(self.program.layers):
+            if layer.home:
+                self.compute += micro_batches * layer.forward
+                continue
+            self._feed(index)
+            self.compute += micro_batches * layer.forward
+            if place + slots < len(travelling):
+                self._send_up(travelling[place + slots], after=self.compute)
+            place += 1
+        if first and not self.program.tied:
+            self._send_up(_HEAD, after=self.end_slot)
+        if carry:
+            self._expect()
+        self._head(micro_batches, carry=carry, last=last)
+        for index in reversed(range(len(self.program.layers))):
+            layer = self.program.layers[index]
+            if layer.home:
+                self.compute += micro_batches * layer.backward + (layer.drain if last else 0.0)
+                continue
+            place -= 1
+            self._feed(index)
+            self._take_up(index, carry=carry)
+            self.compute += micro_batches * layer.backward
+            self._send_down(index, last=last)
+            if place - slots >= 0:
+                self._send_up(travelling[place - slots], after=self.compute)
+        if not self.program.tied:
+            self._take_up(_PROLOGUE, carry=carry)
+        self._send_down(_PROLOGUE, last=last)
+
+    def _begin_wave(self, *, first: bool) -> None:
+        """What the slots hold stays from wave to wave; a new step uploads everything, in the order of updates."""
+        if first or self.ends_shared:
+            self._send_up(_PROLOGUE, after=self.end_slot)
+        if first:
+            for unit in self.travelling[: self.num_slots]:
+                self._send_up(unit, after=0.0)
+
+    def _head(self, micro_batches: float, *, carry: bool, last: bool) -> None:
+        if not self.program.tied:
+            self._feed(_HEAD)
+        self._take_up(self.head_unit, carry=carry)
+        self.compute += micro_batches * self.program.head.forward
+        if not self.program.tied:
+            self._send_down(_HEAD, last=last)
+            if self.ends_shared:
+                self.end_slot = self.compute
+
+    # ---------------------------------------------------------------- lanes
+
+    def _feed(self, unit: int) -> None:
+        if not self.piece(unit).home:
+            self._wait(self.arrived[unit], for_update=self.updated[unit] > self.compute)
+
+    def _wait(self, until: float, *, for_update: bool = False) -> None:
+        missing = until - self.compute
+        if missing > 0:
+            self.compute = until
+            if for_update:
+                self.found.updates += missing
+            else:
+                self.found.copies += missing
+
+    def _send_up(self, unit: int, *, after: float) -> None:
+        piece = self.piece(unit)
+        if not piece.home:
+            self.upload = max(self.upload, after, self.updated[unit]) + piece.upload
+            self.arrived[unit] = self.upload
+
+    def _expect(self) -> None:
+        """Gradients to be carried on, in the order of the backward; the first is on its way."""
+        units = [self.head_unit, *reversed(self.travelling), *([] if self.program.tied else [_PROLOGUE])]
+        self.expected = deque(unit for unit in units if not self.piece(unit).home)
+        self._bring_next()
+
+    def _bring_next(self) -> None:
+        if self.expected:
+            unit = self.expected.popleft()
+            ring = self.landing[unit >= 0]
+            slab = ring.take()
+            self.upload = max(self.upload, ring.free[slab], self.drained[unit]) + self.piece(unit).bring
+            self.landed[unit] = (self.upload, ring, slab)
+
+    def _take_up(self, unit: int, *, carry: bool) -> None:
+        if carry and not self.piece(unit).home:
+            arrival, ring, slab = self.landed.pop(unit)
+            self._wait(arrival)
+            ring.free[slab] = self.compute
+            self._bring_next()
+
+    def _send_down(self, unit: int, *, last: bool) -> None:
+        piece = self.piece(unit)
+        if not last and (piece.home or self.program.resident_gradients):
+            return
+        if not piece.home:
+            ring = self.leaving[unit >= 0]
+            slab = ring.take()
+            self._wait(ring.free[slab])
+        self.compute += piece.drain
+        if not piece.home:
+            self.download = max(self.download, self.compute) + piece.send
+            self.drained[unit] = ring.free[slab] = self.download
