@@ -3,28 +3,23 @@
     python benchmarks/step.py --model qwen2.5-7b --rows 128 --row-tokens 1024 --micro-batch-rows 32 --budget 0.0
 
 prints one JSON object (benchmarks/README.md says what its fields mean) and appends it to ``--out``. Weights and tokens are
-random.
+random. ``--variants`` measures further plans over the same store, which saves the minutes that filling it takes.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
-import json
 import os
-import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
+from rows import Steps, emit, is_done, options, random_batches, resident_bytes, say, step_row
 from shapes import config_of
 
 import layerferry
@@ -33,18 +28,25 @@ from layerferry.config import Config, EngineConfig, ModelConfig, OptimConfig, Tr
 from layerferry.engine.batch import MicroBatch
 from layerferry.engine.engine import Engine
 from layerferry.plan import GIB, Plan
+from layerferry.planner import calibrate
+from layerferry.planner.facts import Model
+from layerferry.planner.flops import flops_per_token
+from layerferry.planner.machine import machine_for
+from layerferry.planner.problem import key_of, problem
+from layerferry.store.store import plane_specs
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", default="")
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--layers", type=int)
+def parser() -> argparse.ArgumentParser:
+    parser = options(__doc__)
+    parser.add_argument("--model", default="tiny", help="a shape of shapes.py")
+    parser.add_argument("--layers", type=int, default=0, help="0: as many as the model has")
+    parser.add_argument("--width", type=float, default=1.0, help="factor on hidden size, heads and MLP")
+    parser.add_argument("--vocab", type=int, default=0, help="0: the model's")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--row-tokens", type=int, default=128)
     parser.add_argument("--micro-batch-rows", type=int, default=2)
     parser.add_argument("--waves", type=int, default=1)
-    parser.add_argument("--budget", type=float, default=1.0)
+    parser.add_argument("--budget", type=float, default=1.0, help="share of activations kept")
     parser.add_argument("--slots", type=int, default=3)
     parser.add_argument("--slabs", type=int, default=2)
     parser.add_argument("--auto", type=int, default=0, help="1: the planner chooses everything but rows and their length")
@@ -53,33 +55,33 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--resident-gradients", type=int, default=0)
     parser.add_argument("--chunk-tokens", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=0, help="optimizer threads; 0: cores - 2")
+    parser.add_argument("--settle", type=int, default=0, help="1: every step waits for its own updates (an ablation)")
     parser.add_argument("--steps", type=int, default=5, help="counted steps, after the warm-up")
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--device", default="auto")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument(
         "--variants", default="", help="further plans over the same store, e.g. 'budget=0.0;budget=0.3,micro_batch_rows=8'"
     )
     parser.add_argument("--timeline", help="record one more step into this folder: timeline.json and timeline.png")
     parser.add_argument("--profile", help="write a torch profiler table of one more step to this file")
-    parser.add_argument("--out", default="")
-    return parser.parse_args()
+    return parser
 
 
-def random_batches(args: argparse.Namespace, engine: Engine) -> list[MicroBatch]:
-    batches = []
-    for start in range(0, args.rows, engine.plan.micro_batch_rows):
-        rows = min(engine.plan.micro_batch_rows, args.rows - start)
-        ids = torch.randint(0, int(engine.skeleton.vocab_size), (rows, args.row_tokens))
-        batches.append(MicroBatch(input_ids=ids, labels=ids.clone(), lengths=torch.full((rows,), args.row_tokens)))
-    return batches
+def variants(args: argparse.Namespace) -> list[argparse.Namespace]:
+    """``args`` itself, then one more for every entry of ``--variants``; what is done already is left out."""
+    found = [args]
+    for entry in filter(None, args.variants.split(";")):
+        other = argparse.Namespace(**vars(args))
+        for pair in entry.split(","):
+            name, _, value = pair.partition("=")
+            kind = type(getattr(args, name))
+            setattr(other, name, bool(int(value)) if kind is bool else kind(value))
+        found.append(other)
+    return [one for one in found if not is_done(one, case_of(one))]
 
 
-def resident_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS"):
-            return int(line.split()[1]) * 1024
-    return 0
+def case_of(args: argparse.Namespace) -> str:
+    return str(args.case) or f"{args.model}-{args.rows * args.row_tokens}"
 
 
 def plan_of(args: argparse.Namespace, on_cuda: bool) -> Plan:
@@ -100,21 +102,26 @@ def plan_of(args: argparse.Namespace, on_cuda: bool) -> Plan:
     )
 
 
+def config_for(args: argparse.Namespace, folder: str) -> Config:
+    return Config(
+        model=ModelConfig(model_name_or_path=folder, train_from_scratch=True),
+        optim=OptimConfig(weight_decay=0.01),
+        train=TrainConfig(per_device_train_batch_size=args.rows),
+        engine=EngineConfig(device=args.device, device_memory=int(args.device_memory * GIB) or None),
+    )
+
+
 def build(args: argparse.Namespace) -> tuple[Engine, int]:
     """The engine, and the growth of the resident set while its store was built."""
     backend = make(args.device)
+    shape = config_of(args.model, layers=args.layers or None, width=args.width, vocab=args.vocab or None)
     with tempfile.TemporaryDirectory() as folder:
-        config_of(args.model, layers=args.layers).save_pretrained(folder)
-        config = Config(
-            model=ModelConfig(model_name_or_path=folder, train_from_scratch=True),
-            optim=OptimConfig(weight_decay=0.01),
-            train=TrainConfig(per_device_train_batch_size=args.rows),
-            engine=EngineConfig(device=args.device, device_memory=int(args.device_memory * GIB) or None),
-        )
+        shape.save_pretrained(folder)
         if backend.name == "cuda":
             torch.zeros(1, device=backend.device)  # the context itself is no part of the store
         before, begin = resident_bytes(), time.perf_counter()
         plan = None if args.auto else plan_of(args, backend.name == "cuda")
+        config = config_for(args, folder)
         engine = layerferry.load(folder, config=config, plan=plan, backend=backend, row_tokens=args.row_tokens)
         backend.synchronize()
     resident = resident_bytes() - before
@@ -123,134 +130,126 @@ def build(args: argparse.Namespace) -> tuple[Engine, int]:
     return engine, resident
 
 
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def flops_per_step(engine: Engine, args: argparse.Namespace) -> float:
-    """6 N_matmul tokens + 6 L H S tokens: DESIGN's formula, embeddings not counted, causal attention, no recomputation."""
-    text: Any = engine.skeleton.config.get_text_config()
-    layers = sum(p.numel() for layer in engine.skeleton.layers for p in layer.parameters() if p.dim() > 1)
-    head = text.vocab_size * text.hidden_size
-    heads = getattr(text, "num_attention_heads", 0) * (
-        getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    )
-    tokens = args.rows * args.row_tokens
-    return 6.0 * (layers + head) * tokens + 6.0 * text.num_hidden_layers * heads * args.row_tokens * tokens
-
-
-def git_commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+def predicted(engine: Engine, args: argparse.Namespace) -> Plan:
+    """The engine's plan with what the planner says of it, also where it was written by hand; measured bytes where known."""
+    if engine.plan.seconds is not None:
+        return engine.plan
+    config = config_for(args, args.model)
+    specs = plane_specs(engine.optimizer.state_planes)
+    machine = machine_for(config.engine, engine.backend)
+    question = problem(Model.of(engine.skeleton), specs, machine, config, args.row_tokens)
+    known = calibrate.reader(engine.skeleton, engine.backend)(engine.plan, question.shape)
+    if known is not None:
+        question.measured[key_of(engine.plan)] = known
+    return question.complete(engine.plan)
 
 
 def measure(engine: Engine, args: argparse.Namespace, resident: int) -> dict[str, Any]:
     """One row: the median of ``args.steps`` steps after the warm-up."""
-    backend = engine.backend
+    backend, plan = engine.backend, predicted(engine, args)
     seconds, link, optimizer, busy = [], [], [], []
     uploaded = drained = 0
     for number in range(args.warmup + args.steps):
-        batches = random_batches(args, engine)
+        batches = batches_for(engine, args)
         if number == args.warmup:
             backend.reset_peak()
         up0, down0, busy0 = engine.feed.uploaded_bytes, engine.drain.drained_bytes, engine.deferred.busy_s
         begin = time.perf_counter()
         report = engine.step(batches, lr=1e-5)
+        if args.settle:
+            engine.settle()
         step_s = time.perf_counter() - begin
         uploaded, drained = engine.feed.uploaded_bytes - up0, engine.drain.drained_bytes - down0
         if number >= args.warmup:
             seconds.append(step_s)
             link.append(report.exposed_link_s)
-            optimizer.append(report.exposed_optimizer_s)
+            optimizer.append(report.exposed_optimizer_s + step_s - report.seconds)
             busy.append(engine.deferred.busy_s - busy0)
         say(
             f"step {number}: {step_s:.3f} s loss {report.loss:.4f} norm {report.grad_norm:.3f} "
             f"exposed: optimizer {report.exposed_optimizer_s:.3f} s, link {report.exposed_link_s:.3f} s; "
             f"optimizer {engine.deferred.busy_s - busy0:.2f} s peak {backend.peak_bytes() / GIB:.2f} GiB"
         )
-    step_s, flops, tokens = statistics.median(seconds), flops_per_step(engine, args), args.rows * args.row_tokens
-    return {
-        "case": args.case or f"{args.model}-{tokens}",
-        "model": args.model,
-        "layers": len(engine.skeleton.layer_units),
-        "row_tokens": args.row_tokens,
-        "tokens_per_step": tokens,
-        "step_s": round(step_s, 4),
-        "step_s_all": [round(s, 4) for s in seconds],
-        "model_tflops": round(flops / step_s / 1e12, 1),
-        "tokens_per_s": round(tokens / step_s, 1),
-        "device_peak_gib": round(backend.peak_bytes() / GIB, 3),
-        "host_resident_gib": round(resident / GIB, 3),
-        "bytes_per_param": round(resident / engine.num_params, 3),
+    tokens = args.rows * args.row_tokens
+    steps = Steps(
+        case=case_of(args),
+        model=args.model,
+        layers=len(engine.skeleton.layer_units),
+        row_tokens=args.row_tokens,
+        tokens_per_step=tokens,
+        flops_per_step=flops_per_token(engine.skeleton, args.row_tokens) * tokens,
+        seconds=seconds,
+        num_params=engine.num_params,
+        peak_bytes=backend.peak_bytes(),
+        resident_bytes=resident,
+        plan=plan.to_dict()["choice"],
+        exposed_optimizer_s=optimizer,
+        exposed_link_s=link,
+        uploaded_bytes=uploaded,
+        downloaded_bytes=drained,
+        predicted_step_s=None if plan.seconds is None else plan.seconds.step,
+        predicted_device_bytes=plan.total("@device"),
+    )
+    own = {
         "planned_bytes_per_param": round(engine.store.num_bytes / engine.num_params, 3),
-        "exposed_optimizer_s": round(statistics.median(optimizer), 4),
-        "exposed_link_s": round(statistics.median(link), 4),
         "optimizer_busy_s": round(statistics.median(busy), 3),
-        "h2d_gb_per_s": round(uploaded / step_s / 1e9, 2),
-        "d2h_gb_per_s": round(drained / step_s / 1e9, 2),
-        "predicted_step_s": None if engine.plan.seconds is None else round(engine.plan.seconds.step, 3),
-        "predicted_device_gib": round(engine.plan.total("@device") / GIB, 3) if engine.plan.items else None,
-        "plan": engine.plan.to_dict()["choice"],
-        "machine": machine(backend),
-        "torch": torch.__version__,
-        "commit": git_commit(),
-        "date": datetime.date.today().isoformat(),
+        "planned_by": "planner" if args.auto else "hand",
+        "hidden_size": engine.skeleton.hidden_size,
+        "vocab_size": engine.skeleton.vocab_size,
+        "settled": bool(args.settle),
     }
+    return step_row(steps, own, backend, args)
 
 
-def variants(args: argparse.Namespace) -> list[argparse.Namespace]:
-    """``args`` itself, then one more for every entry of ``--variants``."""
-    found = [args]
-    for entry in filter(None, args.variants.split(";")):
-        other = argparse.Namespace(**vars(args))
-        for pair in entry.split(","):
-            name, _, value = pair.partition("=")
-            setattr(other, name, type(getattr(args, name))(value))
-        found.append(other)
-    return found
+def batches_for(engine: Engine, args: argparse.Namespace) -> list[MicroBatch]:
+    return random_batches(
+        rows=args.rows,
+        row_tokens=args.row_tokens,
+        micro_batch_rows=engine.plan.micro_batch_rows,
+        vocab_size=engine.skeleton.vocab_size,
+    )
 
 
-def main() -> None:
-    args = arguments()
+def same_store(one: argparse.Namespace, other: argparse.Namespace) -> bool:
+    """Whether the store of ``one`` serves ``other``: the same shape, units at home alike, and no planner to choose those."""
+    names = ("model", "layers", "width", "vocab", "home", "device", "auto")
+    return not one.auto and all(getattr(one, name) == getattr(other, name) for name in names)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(argv)
     torch.manual_seed(0)
-    engine, resident = build(args)
-    previous = args
+    engine: Engine | None = None
+    previous, resident = args, 0
     for number, variant in enumerate(variants(args)):
-        if number:
-            skeleton, store, optimizer, backend = engine.skeleton, engine.store, engine.optimizer, engine.backend
+        if engine is not None:
             engine.settle()
             engine.close()
-            del engine
+        if engine is not None and same_store(previous, variant):
+            parts = (engine.skeleton, engine.store, engine.optimizer, engine.backend)
+            engine = None
             gc.collect()
-            if variant.auto or (variant.home, variant.model) != (previous.home, previous.model):
-                del skeleton, store, optimizer, backend
-                gc.collect()
-                engine, resident = build(variant)
-            else:
-                engine = Engine(skeleton, store, optimizer, backend, plan_of(variant, backend.name == "cuda"))
+            engine = Engine(*parts, plan_of(variant, parts[-1].name == "cuda"))
+            del parts
+        else:
+            engine = None
+            gc.collect()
+            engine, resident = build(variant)
         previous = variant
-        line = json.dumps(measure(engine, variant, resident))
-        print(line, flush=True)
-        if args.out:
-            with open(args.out, "a") as stream:
-                stream.write(line + "\n")
+        emit(variant, measure(engine, variant, resident))
         if args.timeline and number == 0:
             timeline(engine, variant, Path(args.timeline))
         if args.profile and number == 0:
-            profile(engine, random_batches(variant, engine), args.profile)
-    engine.close()
-
-
-def machine(backend: Any) -> str:
-    device = backend.describe() if backend.name == "cuda" else platform.processor() or "cpu"
-    return f"{device}, {len(os.sched_getaffinity(0))} cores"
+            profile(engine, batches_for(engine, variant), args.profile)
+    if engine is not None:
+        engine.close()
 
 
 def timeline(engine: Engine, args: argparse.Namespace, folder: Path) -> None:
     """Two steps, the second recorded, so that it shows the first one's updates in its forward."""
     from layerferry.trainer.timeline import draw, write_trace
 
-    batches = random_batches(args, engine)
+    batches = batches_for(engine, args)
     engine.step(batches, lr=1e-5)
     engine.clock.start_recording()
     report = engine.step(batches, lr=1e-5)
