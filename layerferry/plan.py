@@ -23,14 +23,20 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seconds:
-    """Predicted seconds of one optimizer step by lane. The step lies between the largest lane and the sum."""
+    """Predicted seconds of one optimizer step: the work of each lane, and what the compute lane stands still for."""
 
     compute: float
     upload: float
     download: float
     optimizer: float
-    exposed: float = 0.0
-    """What nothing can hide: the first units' update and upload, the last gradient, an optimizer longer than its window."""
+    waits_for_updates: float = 0.0
+    """Of units that the first wave's forward needs before the CPU has stepped them."""
+    waits_for_copies: float = 0.0
+    """Of weights and gradients that travel for longer than they can hide."""
+
+    @property
+    def exposed(self) -> float:
+        return self.waits_for_updates + self.waits_for_copies
 
     @property
     def overlapped(self) -> float:
@@ -39,7 +45,7 @@ class Seconds:
     @property
     def step(self) -> float:
         """The prediction."""
-        return min(self.overlapped + self.exposed, self.serial)
+        return self.compute + self.exposed
 
     @property
     def serial(self) -> float:
@@ -47,7 +53,7 @@ class Seconds:
 
     @property
     def limit(self) -> str:
-        """The lane that limits the step."""
+        """The lane that has most to do."""
         lanes = {"compute": self.compute, "upload": self.upload, "download": self.download, "optimizer": self.optimizer}
         return max(lanes, key=lambda lane: lanes[lane])
 
@@ -120,6 +126,8 @@ class Plan:
                 "download": s.download,
                 "optimizer": s.optimizer,
                 "exposed": s.exposed,
+                "waits_for_updates": s.waits_for_updates,
+                "waits_for_copies": s.waits_for_copies,
                 "step": s.step,
                 "step_without_overlap": s.serial,
                 "limit": s.limit,

@@ -2,8 +2,8 @@
 fit.
 
 On a device that can be measured the chosen plan's activations are calibrated (or read from an earlier calibration), and the
-search is repeated with the measured bytes; it ends when the choice has been measured. Checked by
-``tests/planner/test_choose.py``.
+search is repeated with the measured bytes; it ends when the choice has been measured, at the latest after two measurements.
+Checked by ``tests/planner/test_choose.py``.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from layerferry.errors import PlanError
 from layerferry.layout import PlaneSpec
 from layerferry.models.skeleton import Skeleton
 from layerferry.optim.base import Optimizer
-from layerferry.plan import Plan
+from layerferry.plan import Plan, Seconds
 from layerferry.planner import calibrate
 from layerferry.planner.facts import Model
 from layerferry.planner.machine import Machine, machine_for
 from layerferry.planner.memory import Shape, Working
 from layerferry.planner.problem import ESTIMATE_MARGIN, Pins, Problem, key_of, problem
 from layerferry.planner.remedies import shortfall
-from layerferry.planner.search import fill_device, search
+from layerferry.planner.search import is_exact, search
 from layerferry.store.store import plane_specs
 
-MOST_MEASUREMENTS = 6
+MOST_MEASUREMENTS = 2
+"""Each compiles the layers, 20 to 40 s on a GPU where the cache does not know the plan."""
+HARDLY_SLOWER = 1.03
 
 Measure = Callable[[Plan, Shape], Working | None]
 """Calibrated bytes of a plan; None where they cannot be had."""
@@ -70,7 +72,7 @@ def choose_for(skeleton: Skeleton, optimizer: Optimizer, config: Config, backend
 
 
 def decide(question: Problem, measure: Measure | None = None) -> Decision:
-    """The first candidate that fits, or the one that is least short, with its shortfall."""
+    """The fastest plan that fits, or the one that is least short, with its shortfall."""
     plan, found = search(question)
     for _ in range(MOST_MEASUREMENTS if measure is not None else 0):
         if not found or plan.calibrated:
@@ -81,20 +83,41 @@ def decide(question: Problem, measure: Measure | None = None) -> Decision:
             break
         question = replace(question, measured={**question.measured, key_of(plan): working})
         plan, found = search(question)
+    if found and not plan.calibrated and question.measured:
+        plan = _measured_or(question, plan)
     if found:
-        return Decision(plan=with_notes(question, fill_device(question, plan)), shortfall=None, pins=question.pins)
+        return Decision(plan=with_notes(question, plan), shortfall=None, pins=question.pins)
     if plan.on_device:  # not even both places together have room: what is said is what the host lacks
         plan = question.complete(replace(plan, on_device=()))
     return Decision(plan=with_notes(question, plan), shortfall=shortfall(question, plan), pins=question.pins)
 
 
+def _measured_or(question: Problem, plan: Plan) -> Plan:
+    """The best plan of those that were measured, where it is hardly slower than ``plan``, whose bytes are an estimate."""
+    measured, found = search(question, keys=question.measured)
+    assert plan.seconds is not None and measured.seconds is not None
+    return measured if found and measured.seconds.step <= HARDLY_SLOWER * plan.seconds.step else plan
+
+
 def with_notes(question: Problem, plan: Plan) -> Plan:
     """``plan`` with what a reader must know of it."""
     notes = []
-    if plan.num_waves > 1 and not (plan.carry_fp32 or plan.resident_gradients or plan.fp32):
+    if plan.seconds is not None:
+        notes.append(_limit(plan, plan.seconds))
+    if not is_exact(plan):
         notes.append(f"{plan.num_waves} waves carry gradients in bf16: one rounding a wave")
     if not plan.calibrated and not question.machine.is_cpu:
         notes.append(f"activations are estimated, not measured: {ESTIMATE_MARGIN:.0%} of them is kept free")
     if question.machine.guessed:
         notes.append("rates are guesses: `layerferry probe` measures them")
     return replace(plan, notes=tuple(notes))
+
+
+def _limit(plan: Plan, seconds: Seconds) -> str:
+    """What a step is made of, and what would shorten it."""
+    text = f"the step is {seconds.compute / seconds.step:.0%} compute"
+    if seconds.compute > 0.99 * seconds.step:
+        return text + ": nothing is waited for"
+    if seconds.waits_for_updates >= seconds.waits_for_copies:
+        return f"{text}; it waits for updates of units @host, which the first wave's forward is too short to hide"
+    return f"{text}; it waits for copies, which are slower than what they should hide behind"

@@ -85,6 +85,15 @@ class Model:
     def num_params(self) -> int:
         return sum(unit.numel for unit in self.units)
 
+    @cached_property
+    def layer_units(self) -> tuple[Unit, ...]:
+        return tuple(unit for unit in self.units if unit.is_layer)
+
+    @cached_property
+    def kinds(self) -> tuple[Unit, ...]:
+        """The first layer of each behaviour."""
+        return tuple(self.layer_units[self.behaviours.index(number)] for number in range(len(self.kept)))
+
     @property
     def tied(self) -> bool:
         return sum(not unit.is_layer for unit in self.units) == 1

@@ -1,8 +1,8 @@
 """The machine as the planner sees it: bytes that may be used, rates, and where each number came from.
 
 A ``Machine`` is a value. ``machine_for`` reads what is free now and takes rates from an earlier ``probe`` of the same machine
-(per-user cache) or, where there was none, from a table of stated defaults; training never waits for a measurement. Checked by
-``tests/planner/test_machine.py``.
+(per-user cache) or, where there was none, from a table of stated defaults; a CPU that plays the device is timed in brief
+instead. Training waits for no other measurement. Checked by ``tests/planner/test_machine.py``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import platform
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from layerferry.backends.cuda import CudaBackend
 from layerferry.config import EngineConfig, cache_folder
 from layerferry.plan import GIB
 from layerferry.planner.host import cores, host_limits, host_total, locked_limit
+from layerferry.planner.stopwatch import copied_bytes_per_s, matmul_flops_per_s, triad_bytes_per_s
 
 GUESS = "guess"
 OPTIMIZER_BYTES_PER_PARAM = 22
@@ -42,23 +44,24 @@ RATES = (
     "download_together_bytes_per_s",
     "dram_bytes_per_s",
     "optimizer_s_per_param",
+    "device_bytes_per_s",
 )
 
-_DEVICES: dict[str, tuple[float, float, float, float, float]] = {
-    # matmul FLOP/s, link bytes/s alone, together, host DRAM bytes/s, optimizer s/param beside the running link
-    "H200": (715e12, 55e9, 45e9, 122e9, 0.26e-9),
+_DEVICES: dict[str, tuple[float, float, float, float, float, float]] = {
+    # matmul FLOP/s, link bytes/s alone, together, host DRAM bytes/s, optimizer s/param in a step, device memory bytes/s
+    "H200": (715e12, 55e9, 45e9, 122e9, 0.225e-9, 4.2e12),
 }
-"""Measured by the project on one H200 with 16 cores (docs/decisions)."""
+"""Measured by the project on one H200 with 16 cores (docs/decisions, benchmarks/results)."""
 
-_GUESSES: dict[str, tuple[float, float]] = {
-    "B200": (1200e12, 50e9),
-    "H100": (600e12, 50e9),
-    "A100": (230e12, 24e9),
-    "L40": (150e12, 24e9),
-    "4090": (140e12, 24e9),
-    "3090": (60e12, 12e9),
+_GUESSES: dict[str, tuple[float, float, float]] = {
+    "B200": (1200e12, 50e9, 6.5e12),
+    "H100": (600e12, 50e9, 2.8e12),
+    "A100": (230e12, 24e9, 1.6e12),
+    "L40": (150e12, 24e9, 0.7e12),
+    "4090": (140e12, 24e9, 0.85e12),
+    "3090": (60e12, 12e9, 0.8e12),
 }
-"""Not measured: half to three quarters of what the makers print. (bf16 matmul FLOP/s, link bytes/s)."""
+"""Not measured: half to nine tenths of what the makers print. (bf16 matmul FLOP/s, link bytes/s, device memory bytes/s)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,7 @@ class Machine:
     download_together_bytes_per_s: Rate
     dram_bytes_per_s: Rate
     optimizer_s_per_param: Rate
+    device_bytes_per_s: Rate
     disk_write_bytes_per_s: Rate | None = None
     notes: tuple[str, ...] = ()
 
@@ -135,11 +139,12 @@ class Machine:
             ("download", _gb(self.download_bytes_per_s), self.download_bytes_per_s.source),
             ("both at once", self._together(), self.upload_together_bytes_per_s.source),
             ("host memory traffic", _gb(self.dram_bytes_per_s), self.dram_bytes_per_s.source),
+            ("device memory traffic", _gb(self.device_bytes_per_s), self.device_bytes_per_s.source),
             ("AdamW", f"{self.optimizer_s_per_param.value * 1e9:.2f} ns per parameter", self.optimizer_s_per_param.source),
         ]
         if self.disk_write_bytes_per_s is not None:
             rows.append(("disk, writing", _gb(self.disk_write_bytes_per_s), self.disk_write_bytes_per_s.source))
-        lines = [f"{name:<20}  {value:<34}  {source}".rstrip() for name, value, source in rows]
+        lines = [f"{name:<21}  {value:<33}  {source}".rstrip() for name, value, source in rows]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _together(self) -> str:
@@ -150,7 +155,8 @@ class Machine:
 def machine_for(engine: EngineConfig, backend: Backend) -> Machine:
     """What ``backend`` and this host have now; rates from the cache or defaults."""
     name = device_name(backend)
-    rates = read_rates(name) or default_rates(name, on_cpu=not isinstance(backend, CudaBackend))
+    on_cpu = not isinstance(backend, CudaBackend)
+    rates = read_rates(name) or (quick_rates() if on_cpu else default_rates(name, on_cpu=False))
     return assemble(engine, backend, rates)
 
 
@@ -204,18 +210,31 @@ def default_rates(name: str, *, on_cpu: bool) -> dict[str, Rate]:
     count = cores()
     dram = min(10e9 * count, 100e9)
     if on_cpu:
-        flops, link, together, source = 20e9 * count, dram / 2, dram / 4, GUESS
-    elif (known := next((key for key in _DEVICES if key in name), None)) is not None:
-        flops, link, together, dram, per_param = _DEVICES[known]
-        return _rates(flops, link, together, dram, per_param, f"default for {known}")
-    else:
-        flops, link = next((_GUESSES[key] for key in _GUESSES if key in name), (60e12, 12e9))
-        together, source = 0.8 * link, GUESS
-    return _rates(flops, link, together, dram, OPTIMIZER_BYTES_PER_PARAM / (0.6 * dram), source)
+        return _cpu_rates(40e9 * count, dram / 2, dram, GUESS)
+    if (known := next((key for key in _DEVICES if key in name), None)) is not None:
+        flops, link, together, dram, per_param, device = _DEVICES[known]
+        return _rates((flops, link, link, together, together, dram, per_param, device), f"default for {known}")
+    flops, link, device = next((_GUESSES[key] for key in _GUESSES if key in name), (60e12, 12e9, 0.5e12))
+    together = 0.8 * link
+    return _rates((flops, link, link, together, together, dram, _per_param(dram), device), GUESS)
 
 
-def _rates(flops: float, link: float, together: float, dram: float, per_param: float, source: str) -> dict[str, Rate]:
-    values = (flops, link, link, together, together, dram, per_param)
+@cache
+def quick_rates() -> dict[str, Rate]:
+    """Of a CPU that was never probed, in a tenth of a second: CPUs differ by a factor of ten, so nothing stated would hold."""
+    return _cpu_rates(matmul_flops_per_s(512), copied_bytes_per_s(1 << 22), triad_bytes_per_s(1 << 22), "measured in brief")
+
+
+def _cpu_rates(flops: float, copied: float, dram: float, source: str) -> dict[str, Rate]:
+    """A lane is a copy in host memory, and two lanes share it."""
+    return _rates((flops, copied, copied, copied / 2, copied / 2, dram, _per_param(dram), dram), source)
+
+
+def _per_param(dram_bytes_per_s: float) -> float:
+    return OPTIMIZER_BYTES_PER_PARAM / (0.6 * dram_bytes_per_s)
+
+
+def _rates(values: tuple[float, ...], source: str) -> dict[str, Rate]:
     return {key: Rate(value, source) for key, value in zip(RATES, values, strict=True)}
 
 

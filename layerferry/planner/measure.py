@@ -24,6 +24,7 @@ from layerferry.optim.load import load_kernels
 from layerferry.optim.reference import ReferenceKernels
 from layerferry.planner.host import cores
 from layerferry.planner.machine import Machine, Rate, assemble, default_rates, device_name, rates_file
+from layerferry.planner.stopwatch import best_s, copied_bytes_per_s, matmul_flops_per_s, triad_bytes_per_s
 
 log = logging.getLogger(__name__)
 
@@ -44,17 +45,19 @@ def probe(engine: EngineConfig | None = None, *, quick: bool = False) -> Machine
             notes.append(f"{what} not measured ({' '.join(str(error).split())[:120]}): the default stands")
 
     numel = 1 << (16 if quick else 24)
-    measure("host memory traffic", lambda: _dram(numel))
+    measure("host memory traffic", lambda: {"dram_bytes_per_s": triad_bytes_per_s(numel)})
     if isinstance(backend, CudaBackend):
         cuda = backend
         measure("matrix products", lambda: {"matmul_flops_per_s": cuda.matmul_flops_per_s()})
         measure("link", lambda: _links(cuda))
+        measure("device memory traffic", lambda: _device_memory(cuda))
         if not cuda.can_pin:
             notes.append("host memory cannot be pinned (ulimit -l): copies are slower and do not run beside compute")
     else:
         notes.append("no CUDA device: the CPU plays the device, and both places are one memory")
         measure("copies", lambda: _copies(numel))
-        measure("matrix products", lambda: _matmul(64 if quick else 1024))
+        measure("matrix products", lambda: {"matmul_flops_per_s": matmul_flops_per_s(64 if quick else 1024)})
+        measure("device memory traffic", lambda: {"device_bytes_per_s": triad_bytes_per_s(numel)})
     measure("AdamW", lambda: {"optimizer_s_per_param": _adamw(backend, numel)})
     measure("disk", lambda: _disk(1 << 20 if quick else _DISK_BYTES))
     if isinstance(load_kernels(), ReferenceKernels):
@@ -74,24 +77,24 @@ def _links(backend: CudaBackend) -> dict[str, float]:
     }
 
 
-def _dram(numel: int) -> dict[str, float]:
-    """STREAM's triad a = b + s*c in fp32: 12 bytes an element."""
-    b, c = torch.ones(numel), torch.ones(numel)
-    a = torch.empty(numel)
-    return {"dram_bytes_per_s": 12 * numel / _best(lambda: torch.add(b, c, alpha=3.0, out=a))}
-
-
 def _copies(numel: int) -> dict[str, float]:
     """Where the CPU plays the device, a lane is a copy in host memory, and two lanes share it."""
-    source, target = torch.ones(numel), torch.ones(numel)
-    alone = 4 * numel / _best(lambda: target.copy_(source))
+    alone = copied_bytes_per_s(numel)
     ways = ("upload", "download")
     return {f"{way}_bytes_per_s": alone for way in ways} | {f"{way}_together_bytes_per_s": alone / 2 for way in ways}
 
 
-def _matmul(side: int) -> dict[str, float]:
-    a, b = torch.randn(side, side), torch.randn(side, side)
-    return {"matmul_flops_per_s": 2.0 * side**3 / _best(lambda: a @ b)}
+def _device_memory(backend: CudaBackend) -> dict[str, float]:
+    """A copy @device reads and writes every byte."""
+    num_bytes, repeats = 1 << 29, 10
+    source, target = backend.device_buffer(num_bytes), backend.device_buffer(num_bytes)
+
+    def copy() -> None:
+        for _ in range(repeats):
+            backend.copy(Lane.COMPUTE, target, source)
+        backend.synchronize()
+
+    return {"device_bytes_per_s": 2 * repeats * num_bytes / best_s(copy, runs=3)}
 
 
 def _adamw(backend: Backend, numel: int) -> float:
@@ -106,14 +109,14 @@ def _adamw(backend: Backend, numel: int) -> float:
         kernels.adamw_split(weight, residue, grad, exp_avg, exp_avg_sq, scalars=scalars, threads=threads)
 
     if not isinstance(backend, CudaBackend):
-        return _best(update) / numel
+        return best_s(update) / numel
     host = [backend.host_buffer(1 << 28, travels=True) for _ in range(2)]
     device = [backend.device_buffer(1 << 28) for _ in range(2)]
     update()
     for _ in range(40):  # some 0.25 s of traffic in each direction
         backend.copy(Lane.UPLOAD, device[0], host[0])
         backend.copy(Lane.DOWNLOAD, host[1], device[1])
-    loaded = _best(update, runs=3) / numel
+    loaded = best_s(update, runs=3) / numel
     backend.synchronize()
     return loaded
 
@@ -128,17 +131,6 @@ def _disk(num_bytes: int) -> dict[str, float]:
         file.flush()
         os.fsync(file.fileno())
         return {"disk_write_bytes_per_s": num_bytes / (time.perf_counter() - begin)}
-
-
-def _best(function: Callable[[], object], runs: int = 5) -> float:
-    """Shortest of a few runs after a first one."""
-    function()
-    times = []
-    for _ in range(runs):
-        begin = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - begin)
-    return min(times)
 
 
 def _remember(name: str, rates: dict[str, Rate]) -> None:

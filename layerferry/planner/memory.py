@@ -16,6 +16,7 @@ layers, D hidden):
 - backward: the first micro-batch of a layer is the fullest: everything below is kept, all M gradients are there, and on top
   come this layer's own transients, among them its parameters' gradients in one piece, before they are added to the
   accumulator;
+- a head @device rounds its sum at the end of that phase, through a copy;
 - the prologue's backward and the drains' casts are smaller than any of these and are not counted.
 
 The total is the largest of the phases; ``items`` lists what is alive in that phase. Exact means: a test holds it equal to
@@ -33,7 +34,6 @@ from layerferry.engine.sizes import DeviceSizes, device_sizes
 from layerferry.layout import FP32_PLANE, GRAD, RESIDUE, WEIGHT, PlaneSpec
 from layerferry.plan import Item, Plan
 from layerferry.planner.facts import Model
-from layerferry.units import Unit
 
 HOST, DEVICE = "@host", "@device"
 TRANSIENT_ACTIVATIONS = 3
@@ -119,10 +119,10 @@ def items(
     specs = plan_specs(specs, plan)
     working = working or estimate(model, plan, shape)
     home = frozenset(plan.on_device)
-    return (*_planes(model, specs, home), *_buffers(model, specs, plan), *_activations(model, plan, shape, working))
+    return (*planes(model, specs, home), *buffers(model, specs, plan), *activations(model, plan, shape, working))
 
 
-def _planes(model: Model, specs: Mapping[str, PlaneSpec], home: frozenset[int]) -> tuple[Item, ...]:
+def planes(model: Model, specs: Mapping[str, PlaneSpec], home: frozenset[int]) -> tuple[Item, ...]:
     """One line a plane kind @host, one for the units at home @device: exactly what the store allocates."""
     host, device = [], 0
     for kind, spec in specs.items():
@@ -147,7 +147,7 @@ def _sizes(model: Model, plan: Plan, specs: tuple[tuple[str, PlaneSpec], ...]) -
     return device_sizes(model.units, plan, dict(specs))
 
 
-def _buffers(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan) -> tuple[Item, ...]:
+def buffers(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan) -> tuple[Item, ...]:
     bare = Plan(
         num_slots=plan.num_slots,
         num_slabs=plan.num_slabs,
@@ -169,11 +169,11 @@ def _buffers(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan) -> tuple[
     )
 
 
-def _activations(model: Model, plan: Plan, shape: Shape, working: Working) -> tuple[Item, ...]:
+def activations(model: Model, plan: Plan, shape: Shape, working: Working) -> tuple[Item, ...]:
     total = micro_batches_of_wave(plan, shape)
     gradients = total * tokens_of(plan, shape) * model.boundary
     kept = [working.layers[behaviour].kept for behaviour in model.behaviours]
-    phases = _phases(model, total, gradients, kept, working)
+    phases = _phases(model, total, gradients, kept, working, rounded=_rounded_at_home(model, plan))
     if shape.evaluates:
         hidden = gradients + total * working.prologue_kept
         phases["head of an evaluation"] = (0, hidden + working.evaluation_peak - total * (sum(kept) + working.prologue_kept))
@@ -190,7 +190,15 @@ def _activations(model: Model, plan: Plan, shape: Shape, working: Working) -> tu
     return tuple(Item(what=what, place=DEVICE, num_bytes=num_bytes, exact=exact) for what, num_bytes in lines)
 
 
-def _phases(model: Model, total: int, gradients: int, kept: list[int], working: Working) -> dict[str, tuple[int, int]]:
+def _rounded_at_home(model: Model, plan: Plan) -> int:
+    """The head's gradient once more in the weights' dtype, while a head @device rounds its sum (engine/drain.py)."""
+    head = model.units[-1]
+    return 0 if model.tied or head.index not in plan.on_device else head.numel * model.compute_bytes
+
+
+def _phases(
+    model: Model, total: int, gradients: int, kept: list[int], working: Working, *, rounded: int
+) -> dict[str, tuple[int, int]]:
     """Phase -> (gradients of hidden states, the rest) in bytes relative to everything kept."""
     everything = total * sum(kept)
     forward, backward, below = 0, -everything, 0
@@ -199,7 +207,7 @@ def _phases(model: Model, total: int, gradients: int, kept: list[int], working: 
         forward = max(forward, below + (total - 1) * own + layer.forward_peak - everything)
         below += total * own
         backward = max(backward, below + layer.backward_peak - everything)
-    head = working.head_peak - gradients // total  # the peak has the micro-batch's own gradient in it
+    head = max(working.head_peak - gradients // total, rounded)  # the peak has the micro-batch's own gradient in it
     return {
         "forward of a layer": (0, forward),
         "head and loss": (gradients, head),
@@ -226,8 +234,7 @@ def estimate(model: Model, plan: Plan, shape: Shape) -> Working:
         own = tokens * kept.per_token(shape.row_tokens, plan.activation_budget, compiled=plan.compile, boundary=model.boundary)
         full = tokens * kept.per_token(shape.row_tokens, 1.0, compiled=plan.compile, boundary=model.boundary)
         transient = TRANSIENT_ACTIVATIONS * kept.largest * tokens
-        unit = next(unit for unit, b in zip(_layer_units(model), model.behaviours, strict=True) if b == number)
-        gradients = unit.numel * model.compute_bytes
+        gradients = model.kinds[number].numel * model.compute_bytes
         backward = full - own + transient + model.boundary * tokens + gradients
         layers.append(LayerBytes(kept=int(own), forward_peak=int(own + transient), backward_peak=int(backward)))
     return Working(
@@ -236,10 +243,6 @@ def estimate(model: Model, plan: Plan, shape: Shape) -> Working:
         head_peak=_head_bytes(model, plan, shape),
         evaluation_peak=min(plan.chunk_tokens, tokens) * model.vocab_size * (4 + 4 + model.compute_bytes),
     )
-
-
-def _layer_units(model: Model) -> tuple[Unit, ...]:
-    return tuple(unit for unit in model.units if unit.is_layer)
 
 
 def _prologue_bytes(model: Model, plan: Plan, shape: Shape) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from layerferry.config import Config
 from layerferry.layout import PlaneSpec
-from layerferry.plan import Plan
+from layerferry.plan import Plan, Seconds
 from layerferry.planner.facts import Model
 from layerferry.planner.machine import Machine
 from layerferry.planner.memory import DEVICE, HOST, Shape, Working, estimate, items
@@ -19,7 +19,7 @@ from layerferry.planner.time import seconds
 
 ESTIMATE_MARGIN = 0.05
 """Room for activations that are estimated, as a share of them."""
-FRAGMENTATION = 0.03
+FRAGMENTATION = 0.02
 """Share of the free device bytes that the allocator cannot use."""
 HOST_RESERVE = 0.02
 """Share of the free host bytes that is left to everything else."""
@@ -78,13 +78,21 @@ class Problem:
 
     def complete(self, plan: Plan) -> Plan:
         """``plan`` with its bytes and seconds."""
-        working = self.measured.get(key_of(plan)) or self._corrected(plan)
+        working = self.working(plan)
         return replace(
             plan,
             items=items(self.model, self.specs, plan, self.shape, working),
-            seconds=seconds(self.model, self.specs, plan, self.shape, self.machine),
+            seconds=self.seconds(plan),
             calibrated=working.measured,
         )
+
+    def seconds(self, plan: Plan) -> Seconds:
+        """What ``plan`` is predicted to take."""
+        return seconds(self.model, self.specs, plan, self.shape, self.machine)
+
+    def working(self, plan: Plan) -> Working:
+        """Bytes of one micro-batch's activations, measured where they have been."""
+        return self.measured.get(key_of(plan)) or self._corrected(plan)
 
     def _corrected(self, plan: Plan) -> Working:
         """The estimate; where the same budget was measured for other rows or chunks, times what that estimate was off."""
@@ -136,7 +144,11 @@ def host_budget(machine: Machine) -> int:
 def needs(plan: Plan, machine: Machine) -> dict[str, tuple[int, int]]:
     """Place -> (bytes needed, bytes there). A CPU that plays the device has one memory for both."""
     margin = int(ESTIMATE_MARGIN * sum(i.num_bytes for i in plan.items if not i.exact))
-    host, device = plan.total(HOST), plan.total(DEVICE) + margin
+    return places(plan.total(HOST), plan.total(DEVICE) + margin, machine)
+
+
+def places(host: int, device: int, machine: Machine) -> dict[str, tuple[int, int]]:
+    """The same for bytes that are known, margins included."""
     if not machine.is_cpu:
         return {HOST: (host, host_budget(machine)), DEVICE: (device, device_budget(machine))}
     found = {HOST: (host + device, host_budget(machine))}

@@ -1,21 +1,24 @@
-"""The first plan that fits, in a stated order of preferences; what the user has pinned is kept as it is.
+"""The plan with the fewest predicted seconds that fits; what the user has pinned is kept as it is.
 
-Outermost first: enough buffers to hide the link (fewer only where nothing else fits), fewer waves (each carries gradients
-over the link again), a larger activation budget (less is computed twice), gradients carried between waves exactly, the
-preferred micro-batch (up to 32k tokens on CUDA, equal ones; the user's own rows on a CPU), larger chunks of logits. What the
-host has no room for lives @device, and so does in the end what the device has room for. Checked by
-``tests/planner/test_choose.py``.
+Every combination of micro-batch, waves, activation budget, chunk of logits, slots and slabs, and way of carrying gradients
+is looked at; of the number of units at home @device only the largest that fits, because bytes grow with it and seconds do
+not. Units go home in the order of their first use: those that stay @host then have the longest time for their updates.
+
+Bytes of a combination are sums of parts that are counted once each (``books.py``). Its seconds are first bounded from below,
+and the engine's program is played (``time.py``) in the order of these bounds until no bound is below the best. One rounding
+a wave (gradients carried in bf16) must save a tenth of the step to be taken. Checked by ``tests/planner/test_search.py``
+against playing everything, and by ``tests/planner/test_choose.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+import heapq
+from collections.abc import Collection, Iterator
 from itertools import product
 
 from layerferry.plan import Plan
-from layerferry.planner.memory import unit_bytes
-from layerferry.planner.problem import Problem, fits, host_budget, short_by
+from layerferry.planner.books import Books, Choice
+from layerferry.planner.problem import Key, Problem
 
 BUDGETS = (1.0, 0.7, 0.5, 0.3, 0.1, 0.0)
 MOST_TOKENS = 32768
@@ -25,107 +28,110 @@ CPU_CHUNKS = (1024, 256)
 CARRIES = ((True, False), (False, True), (False, False))
 """(resident_gradients, carry_fp32): between waves fp32 sums stay @device; or travel, in fp32 where the host has room; or travel
 with one bf16 rounding a wave."""
-BUFFERS = ((3, 2), (2, 1))
-"""(layer slots, slabs): enough for upload, compute and download at once; the least that still overlaps anything."""
+ALL = 1 << 20
+"""Slots for every layer that travels: no weight travels twice in a step."""
+CPU_BUFFERS = ((3, 2), (2, 1))
+BUFFERS = (*CPU_BUFFERS, (4, 2), (6, 2), (ALL, 2))
+"""(layer slots, slabs): enough for upload, compute and download at once; the least that still overlaps anything; more."""
+INEXACT = 1.1
+"""What a plan with one rounding a wave has its seconds multiplied with where plans are compared."""
 
 
-def search(question: Problem) -> tuple[Plan, bool]:
-    """(the first candidate that fits, True), or (the one that is least short, False)."""
-    smallest: Plan | None = None
-    for candidate in candidates(question):
-        plan = question.complete(candidate)
-        if fits(question, plan):
-            return plan, True
-        if smallest is None or short_by(question, plan) < short_by(question, smallest):
-            smallest = plan
-    assert smallest is not None, "no candidate at all"
-    return smallest, False
+def search(question: Problem, keys: Collection[Key] | None = None) -> tuple[Plan, bool]:
+    """(the fastest plan that fits, True), or (the one that is least short, False). ``keys``: no others are considered."""
+    books = Books(question)
+    base = _base(question)
+    queue: list[tuple[float, int, Choice]] = []
+    nearest: tuple[int, Choice] | None = None
+    for number, choice in enumerate(choices(question)):
+        if keys is not None and (choice.budget, choice.rows, choice.chunk, base.compile) not in keys:
+            continue
+        choice, short = books.furnished(choice)
+        if not short:
+            queue.append((books.least_seconds(choice) * _handicap(question, choice), number, choice))
+        elif not queue and (nearest is None or short < nearest[0]):
+            nearest = (short, choice)
+    if queue:
+        return question.complete(_fastest(question, base, queue)), True
+    if nearest is None:
+        assert keys is not None, "no candidate at all"
+        return question.complete(base), False
+    return question.complete(nearest[1].on(base)), False
 
 
-def candidates(question: Problem) -> Iterator[Plan]:
-    """Every plan that is considered, best first."""
+def _fastest(question: Problem, base: Plan, queue: list[tuple[float, int, Choice]]) -> Plan:
+    """Of choices with lower bounds of their seconds."""
+    heapq.heapify(queue)
+    best, fastest = float("inf"), queue[0][2]
+    while queue and queue[0][0] < best:
+        _, _, choice = heapq.heappop(queue)
+        cost = question.seconds(choice.on(base)).step * _handicap(question, choice)
+        if cost < best:
+            best, fastest = cost, choice
+    return fastest.on(base)
+
+
+def is_exact(plan: Plan) -> bool:
+    """Whether no gradient is rounded between waves."""
+    return plan.num_waves == 1 or plan.resident_gradients or plan.carry_fp32 or plan.fp32
+
+
+def _handicap(question: Problem, choice: Choice) -> float:
+    return 1.0 if choice.waves == 1 or choice.resident or choice.carry or question.fp32 else INEXACT
+
+
+def _base(question: Problem) -> Plan:
+    """What is not searched for."""
     machine, pins, shape = question.machine, question.pins, question.shape
-    compiled = pins.compile if pins.compile is not None else not machine.is_cpu
-    budgets: tuple[float, ...] = BUDGETS if compiled else (1.0, 0.0)
-    base = Plan(
+    return Plan(
         fp32=question.fp32,
-        on_device=_fewest_at_home(question),
-        compile=compiled,
+        compile=pins.compile if pins.compile is not None else not machine.is_cpu,
         optimizer_threads=pins.optimizer_threads or max(1, machine.cores - 2),
         row_tokens=shape.row_tokens,
         rows_per_step=shape.rows_per_step,
     )
-    rows_choices = [pins.micro_batch_rows] if pins.micro_batch_rows else _row_choices(question)
-    chunks = CPU_CHUNKS if machine.is_cpu else CHUNKS
+
+
+def choices(question: Problem) -> Iterator[Choice]:
+    """Everything that is considered, without units at home; of equals the first is taken."""
+    pins, shape = question.pins, question.shape
+    budgets: tuple[float, ...] = BUDGETS if _base(question).compile else (1.0, 0.0)
     if pins.activation_budget is not None:
         budgets = (pins.activation_budget,)
-    for (slots, slabs), waves, budget, (resident, carry), rows, chunk in product(
-        _buffer_choices(question), _wave_choices(question, min(rows_choices)), budgets, CARRIES, rows_choices, chunks
-    ):
-        if waves > -(-shape.rows_per_step // rows) or ((resident or carry) and waves == 1) or (carry and question.fp32):
-            continue
-        plan = replace(base, num_slots=slots, num_slabs=slabs, num_waves=waves, activation_budget=budget)
-        plan = replace(plan, resident_gradients=resident, carry_fp32=carry)
-        yield replace(plan, micro_batch_rows=rows, chunk_tokens=chunk)
+    rows_choices = [pins.micro_batch_rows] if pins.micro_batch_rows else _row_choices(question)
+    buffer_choices = _buffer_choices(question)
+    for rows in rows_choices:
+        chunks = _chunk_choices(question, min(rows, shape.rows_per_step) * shape.row_tokens)
+        for waves in _wave_choices(question, rows, last=rows == min(rows_choices)):
+            carries = ((False, False),) if waves == 1 else CARRIES
+            for budget, chunk, (slots, slabs), (resident, carry) in product(budgets, chunks, buffer_choices, carries):
+                if not (carry and question.fp32):
+                    yield Choice(rows, waves, budget, chunk, slots, slabs, resident, carry, 0)
 
 
 def _buffer_choices(question: Problem) -> list[tuple[int, int]]:
-    pins, layers = question.pins, question.model.num_layers
-    choices = [(pins.num_slots or min(slots, layers), pins.num_slabs or slabs) for slots, slabs in BUFFERS]
+    pins, known = question.pins, CPU_BUFFERS if question.machine.is_cpu else BUFFERS
+    choices = [(pins.num_slots or min(slots, question.model.num_layers), pins.num_slabs or slabs) for slots, slabs in known]
     return list(dict.fromkeys(choices))
 
 
 def _row_choices(question: Problem) -> list[int]:
-    """Rows of a micro-batch, preferred first: equal micro-batches of at most ``MOST_TOKENS``, or of the user's rows on a CPU."""
+    """Rows of a micro-batch, most first: equal micro-batches of at most ``MOST_TOKENS``, or of the user's rows on a CPU."""
     shape = question.shape
     divisors = [rows for rows in range(1, shape.rows_per_step + 1) if shape.rows_per_step % rows == 0]
-    if question.machine.is_cpu:
-        return [rows for rows in reversed(divisors) if rows <= question.user_rows] or [1]
-    most = max(MOST_TOKENS // max(shape.row_tokens, 1), 1)
+    most = question.user_rows if question.machine.is_cpu else max(MOST_TOKENS // max(shape.row_tokens, 1), 1)
     return [rows for rows in reversed(divisors) if rows <= most] or [1]
 
 
-def _wave_choices(question: Problem, fewest_rows: int) -> list[int]:
-    if question.pins.num_waves:
-        return [min(question.pins.num_waves, max(1, -(-question.shape.rows_per_step // fewest_rows)))]
-    most = -(-question.shape.rows_per_step // fewest_rows)
-    return [waves for waves in (1, 2, 4, 8, 16, 32, 64) if waves <= most]
+def _chunk_choices(question: Problem, tokens: int) -> list[int]:
+    chunks = CPU_CHUNKS if question.machine.is_cpu else CHUNKS
+    return [chunk for chunk in chunks if chunk == max(chunks) or chunk < tokens]
 
 
-def fill_device(question: Problem, plan: Plan) -> Plan:
-    """``plan`` with what is left of the device put to use: units at home there, in the order in which a step needs them.
-
-    Their optimizer runs on the device and nothing of them travels. Last, a slot for every layer that still travels
-    saves its second upload.
-    """
-    if question.machine.is_cpu:
-        return plan
-    order = _home_order(question)
-    for count in range(len(plan.on_device) + 1, len(order) + 1):
-        more = question.complete(replace(plan, on_device=order[:count]))
-        if not fits(question, more):
-            break
-        plan = more
-    if "num_slots" in question.pins:
-        return plan
-    travelling = sum(unit.is_layer and unit.index not in plan.on_device for unit in question.model.units)
-    resident = question.complete(replace(plan, num_slots=max(travelling, 1)))
-    return resident if travelling and fits(question, resident) else plan
-
-
-def _home_order(question: Problem) -> tuple[int, ...]:
-    return tuple(unit.index for unit in question.model.units)
-
-
-def _fewest_at_home(question: Problem) -> tuple[int, ...]:
-    """Units that must live @device because the host has no room for all."""
-    if question.machine.is_cpu:
-        return ()
-    order, budget = _home_order(question), host_budget(question.machine)
-    per_unit = [sum(unit_bytes(question.model, spec)[index] for spec in question.specs.values()) for index in order]
-    left = sum(per_unit)
-    for count, num_bytes in enumerate(per_unit):
-        if left <= budget:
-            return order[:count]
-        left -= num_bytes
-    return order
+def _wave_choices(question: Problem, rows: int, *, last: bool) -> list[int]:
+    """Numbers of waves, few first. A pinned one is kept where micro-batches of ``rows`` are enough for it."""
+    most, pinned = -(-question.shape.rows_per_step // rows), question.pins.num_waves
+    if pinned:
+        return [pinned] if pinned <= most else [most] if last else []
+    sizes = [size for power in range(most.bit_length()) for size in (1 << power, 3 << power)]
+    return sorted({1, *(-(-most // size) for size in sizes)})

@@ -1,66 +1,128 @@
-"""Predicted seconds of one step by lane: work over measured rates, with every stated share in one table.
+"""Predicted seconds of one step: the compute of its pieces, and what compute waits for.
 
-A lane's time is its bytes, FLOPs or parameters over the machine's rate; the step is the longest lane plus what nothing can
-hide. Hidden is what runs beside compute: the uploads of every layer (twice a wave, less what slots still hold), the downloads
-of its gradients, and the deferred optimizer, whose window is the forward of the next step's first wave. Not hidden: the
-update and upload of the units that the next forward begins with, the download of the gradient that comes last, and the part
-of the optimizer that is longer than its window.
-
-The shares of the matmul rate by activation budget are those of DESIGN's table for a Qwen2.5-7B layer (513 to 629
-model-TFLOP/s beside 715 for the matrices). Checked by ``tests/planner/test_time.py`` (upload counts against the engine's own
-feed).
+A lane's time is its work over the machine's rate: ``compute.py`` for products and passes, bytes over the link's rate,
+parameters over the optimizer's. The step is the compute lane's work plus the waits that ``schedule.py`` finds when it plays
+the engine's program: for updates that the first wave's forward needs before the worker has made them, and for copies that are
+slower than what they should hide behind. A CPU that plays the device copies and computes in one place, so there the step is
+the sum. Checked by ``tests/planner/test_time.py`` (upload counts against the engine's own feed, seconds against measured rows).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 
 from layerferry.layout import GRAD, WEIGHT, PlaneSpec
 from layerferry.plan import Plan, Seconds
+from layerferry.planner import compute
 from layerferry.planner.facts import Model
-from layerferry.planner.flops import FORWARD_SHARE
 from layerferry.planner.machine import Machine
-from layerferry.planner.memory import Shape, plan_specs, unit_bytes
-
-COMPILED_SHARES = ((0.0, 0.72), (0.3, 0.79), (0.5, 0.835), (0.7, 0.88), (1.0, 0.875))
-"""(activation budget, share of the matmul rate that a compiled layer reaches in model FLOPs)."""
-EAGER_SHARE = 0.75
-EAGER_REBUILD_SHARE = 0.57
-CPU_SHARE = 0.6
-"""The same in plain torch on a CPU; small operations weigh more there."""
+from layerferry.planner.memory import Shape, micro_batches_of_wave, plan_specs, unit_bytes
+from layerferry.planner.schedule import Piece, Program, waits
 
 
 def seconds(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Shape, machine: Machine) -> Seconds:
     """One optimizer step of ``plan`` on ``machine``."""
+    lanes = busy(model, specs, plan, shape, machine)
+    if machine.is_cpu:
+        return Seconds(
+            compute=lanes.compute,
+            upload=lanes.upload,
+            download=lanes.download,
+            optimizer=lanes.optimizer,
+            waits_for_updates=lanes.optimizer,
+            waits_for_copies=lanes.upload + lanes.download,
+        )
+    found = waits(program(model, plan_specs(specs, plan), plan, shape, machine))
+    return Seconds(
+        compute=lanes.compute,
+        upload=lanes.upload,
+        download=lanes.download,
+        optimizer=lanes.optimizer,
+        waits_for_updates=found.updates,
+        waits_for_copies=found.copies,
+    )
+
+
+def busy(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Shape, machine: Machine) -> Seconds:
+    """What each lane has to do, nothing waited for: at most the step."""
     specs = plan_specs(specs, plan)
-    flops = model.flops.per_token(shape.row_tokens) * shape.tokens_per_step
-    compute = flops / (machine.matmul_flops_per_s.value * compute_share(plan, on_cpu=machine.is_cpu))
     home = frozenset(plan.on_device)
     travelling = [unit for unit in model.units if unit.index not in home]
-    grad_bytes = sum(unit_bytes(model, specs[GRAD])[unit.index] for unit in travelling)
-    carried = 0 if plan.resident_gradients else plan.num_waves - 1
-    upload_bytes = uploaded_bytes(model, plan, specs) + carried * grad_bytes
-    upload = upload_bytes / machine.upload_together_bytes_per_s.value
-    download = (carried + 1) * grad_bytes / machine.download_together_bytes_per_s.value
-    optimizer = sum(unit.numel for unit in travelling) * machine.optimizer_s_per_param.value
-    window = compute * FORWARD_SHARE / plan.num_waves
-    exposed = max(optimizer - window, 0.0)
-    for unit in (model.units[0], next(unit for unit in model.units if unit.is_layer)):
-        if unit.index not in home:
-            exposed += unit.numel * machine.optimizer_s_per_param.value
-            exposed += unit.layout.bytes(specs[WEIGHT]) / machine.upload_bytes_per_s.value
-    if model.units[0].index not in home:
-        exposed += model.units[0].layout.bytes(specs[GRAD]) / machine.download_bytes_per_s.value
-    return Seconds(compute=compute, upload=upload, download=download, optimizer=optimizer, exposed=exposed)
+    grads = unit_bytes(model, specs[GRAD])
+    grad_bytes = sum(grads[unit.index] for unit in travelling)
+    rounds = len(waves_of(plan, shape))
+    carried = 0 if plan.resident_gradients else rounds - 1
+    up = uploaded_bytes(model, plan, specs) + carried * grad_bytes
+    return Seconds(
+        compute=compute_s(model, plan, shape, machine),
+        upload=up / machine.upload_together_bytes_per_s.value,
+        download=(carried + 1) * grad_bytes / machine.download_together_bytes_per_s.value,
+        optimizer=sum(unit.numel for unit in travelling) * machine.optimizer_s_per_param.value,
+    )
 
 
-def compute_share(plan: Plan, *, on_cpu: bool = False) -> float:
-    """Model FLOP/s over matmul FLOP/s: recomputation and everything that is no matrix product."""
-    if plan.compile:
-        return _interpolate(COMPILED_SHARES, plan.activation_budget)
-    whole = CPU_SHARE if on_cpu else EAGER_SHARE
-    return whole if plan.activation_budget >= 1.0 else whole * EAGER_REBUILD_SHARE / EAGER_SHARE
+def compute_s(model: Model, plan: Plan, shape: Shape, machine: Machine) -> float:
+    """The compute lane's work: micro-batches, drains, and updates @device."""
+    own = compute.pace(model, plan, shape, machine)
+    micro_batches = shape.rows_per_step / min(plan.micro_batch_rows, shape.rows_per_step)
+    total = micro_batches * (own.head + sum(sum(own.layers[behaviour]) for behaviour in model.behaviours))
+    if machine.is_cpu:
+        return total
+    home = sum(model.units[index].numel for index in plan.on_device)
+    drains = 1 if plan.resident_gradients else len(waves_of(plan, shape))
+    return (
+        total
+        + compute.drain_s(home, machine)
+        + drains * compute.drain_s(model.num_params - home, machine)
+        + compute.home_step_s(home, machine)
+    )
+
+
+def waves_of(plan: Plan, shape: Shape) -> list[float]:
+    """Micro-batches of each wave, as the engine cuts them; a last micro-batch of fewer rows counts by its share."""
+    size, left = micro_batches_of_wave(plan, shape), shape.rows_per_step / min(plan.micro_batch_rows, shape.rows_per_step)
+    waves = []
+    while left > 0:
+        waves.append(min(size, left))
+        left -= size
+    return waves
+
+
+def program(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Shape, machine: Machine) -> Program:
+    """What ``schedule.py`` plays. Copies run at the rate of both directions together where gradients are carried."""
+    own, home = compute.pace(model, plan, shape, machine), frozenset(plan.on_device)
+    waves = waves_of(plan, shape)
+    both = len(waves) > 1 and not plan.resident_gradients
+    up = (machine.upload_together_bytes_per_s if both else machine.upload_bytes_per_s).value
+    down = (machine.download_together_bytes_per_s if both else machine.download_bytes_per_s).value
+    weights, grads = unit_bytes(model, specs[WEIGHT]), unit_bytes(model, specs[GRAD])
+
+    def piece(index: int, forward: float, backward: float) -> Piece:
+        numel = model.units[index].numel
+        return Piece(
+            forward=forward,
+            backward=backward,
+            drain=compute.drain_s(numel, machine),
+            update=numel * machine.optimizer_s_per_param.value,
+            upload=weights[index] / up,
+            bring=grads[index] / up,
+            send=grads[index] / down,
+            home=index in home,
+        )
+
+    layers = [unit.index for unit in model.units if unit.is_layer]
+    first, last = model.units[0], next(unit for unit in reversed(model.units) if not unit.is_layer)
+    return Program(
+        prologue=piece(first.index, 0.0, 0.0),
+        layers=[piece(index, *own.layers[kind]) for index, kind in zip(layers, model.behaviours, strict=True)],
+        head=piece(last.index, own.head, 0.0),
+        tied=model.tied,
+        waves=waves,
+        num_slots=plan.num_slots,
+        num_slabs=plan.num_slabs,
+        resident_gradients=plan.resident_gradients,
+        home_step_s=compute.home_step_s(sum(model.units[index].numel for index in home), machine),
+    )
 
 
 def layer_uploads(num_layers: int, num_slots: int, num_waves: int) -> int:
@@ -82,10 +144,3 @@ def uploaded_bytes(model: Model, plan: Plan, specs: Mapping[str, PlaneSpec]) -> 
     uploads = layer_uploads(len(layers), plan.num_slots, plan.num_waves)
     in_layers = uploads * sum(layers) // max(len(layers), 1)
     return in_layers + sum(ends) * (1 if len(ends) == 1 else plan.num_waves)
-
-
-def _interpolate(table: tuple[tuple[float, float], ...], at: float) -> float:
-    for (left, low), (right, high) in pairwise(table):
-        if at <= right:
-            return low + (high - low) * (at - left) / (right - left)
-    return table[-1][1]

@@ -1,0 +1,195 @@
+"""Bytes and lower bounds of seconds for thousands of choices: every part is counted once and remembered.
+
+The parts are those of the byte table (``memory.py``), so that what fits here fits there; a test holds the two equal. Units
+at home are always the first ones of the model, so what they weigh is a running sum. Checked by
+``tests/planner/test_search.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import accumulate
+from typing import NamedTuple
+
+from layerferry.layout import FP32_PLANE, GRAD, WEIGHT, PlaneSpec
+from layerferry.plan import Plan
+from layerferry.planner import compute
+from layerferry.planner.memory import Working, activations, buffers, plan_specs, unit_bytes
+from layerferry.planner.problem import ESTIMATE_MARGIN, Problem, device_budget, host_budget, places
+from layerferry.planner.time import layer_uploads, waves_of
+
+
+class Choice(NamedTuple):
+    """The fields of a plan that are searched for; ``home`` counts the units at home."""
+
+    rows: int
+    waves: int
+    budget: float
+    chunk: int
+    slots: int
+    slabs: int
+    resident: bool
+    carry: bool
+    home: int
+
+    def on(self, base: Plan) -> Plan:
+        """``base`` with this choice, without bytes and seconds."""
+        return replace(
+            base,
+            micro_batch_rows=self.rows,
+            num_waves=self.waves,
+            activation_budget=self.budget,
+            chunk_tokens=self.chunk,
+            num_slots=self.slots,
+            num_slabs=self.slabs,
+            resident_gradients=self.resident,
+            carry_fp32=self.carry,
+            on_device=tuple(range(self.home)),
+        )
+
+
+class _Weights:
+    """Running sums over the units: entry h is what the first h units weigh."""
+
+    def __init__(self, question: Problem, specs: Mapping[str, PlaneSpec]) -> None:
+        model = question.model
+
+        def running(*kinds: PlaneSpec) -> list[int]:
+            by_unit = [unit_bytes(model, spec) for spec in kinds]
+            return [0, *accumulate(sum(column) for column in zip(*by_unit, strict=True))]
+
+        self.planes = running(*specs.values())
+        self.at_home = running(*(FP32_PLANE if kind == GRAD else spec for kind, spec in specs.items()))
+        self.weight, self.grad = running(specs[WEIGHT]), running(specs[GRAD])
+        self.params = [0, *accumulate(unit.numel for unit in model.units)]
+        self.layers = [0, *accumulate(int(unit.is_layer) for unit in model.units)]
+
+
+class Books:
+    """Of one question. All fields are written here only."""
+
+    def __init__(self, question: Problem) -> None:
+        self._question = question
+        self._compiled = question.pins.compile if question.pins.compile is not None else not question.machine.is_cpu
+        self._specs = {carry: plan_specs(question.specs, Plan(carry_fp32=carry)) for carry in (False, True)}
+        self._weights = {carry: _Weights(question, specs) for carry, specs in self._specs.items()}
+        self._units = len(question.model.units)
+        self._device, self._host = device_budget(question.machine), host_budget(question.machine)
+        self._working: dict[tuple[int, float, int], Working] = {}
+        self._activations: dict[tuple[int, int, float, int, bool], int] = {}
+        self._buffers: dict[tuple[int, int, int, bool, bool, bool], int] = {}
+        self._paces: dict[tuple[int, float, int], tuple[float, float]] = {}
+        self._largest_wave: dict[tuple[int, int], tuple[float, int]] = {}
+        self._fewest = {carry: self._fewest_at_home(weights) for carry, weights in self._weights.items()}
+
+    def _fewest_at_home(self, weights: _Weights) -> int:
+        """Units that must live @device because the host has no room for all."""
+        if self._question.machine.is_cpu:
+            return 0
+        total = weights.planes[-1]
+        return next((home for home, gone in enumerate(weights.planes) if total - gone <= self._host), self._units)
+
+    # ---------------------------------------------------------------- bytes
+
+    def furnished(self, choice: Choice) -> tuple[Choice, int]:
+        """``choice`` with as many units at home as fit, and the bytes that are short (0: it fits)."""
+        fewest = self._fewest[choice.carry]
+        least = self._with(choice, fewest)
+        if self._question.machine.is_cpu:
+            return least, self.short(least)
+        if fewest < self._units and self.device(everything := self._with(choice, self._units)) <= self._device:
+            return everything, self.short(everything)  # buffers of the layers are gone: not in line with the rest
+        short = self.short(least)
+        if short:
+            return least, short
+        low, high = fewest, self._units - 1  # what fits, what may
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.device(self._with(choice, middle)) <= self._device:
+                low = middle
+            else:
+                high = middle - 1
+        return self._with(choice, low), 0
+
+    def _with(self, choice: Choice, home: int) -> Choice:
+        """``choice`` with ``home`` units at home; no more slots than layers travel."""
+        travelling = self._weights[False].layers[-1] - self._weights[False].layers[home]
+        slots = choice.slots if "num_slots" in self._question.pins else max(min(choice.slots, travelling), 1)
+        return choice._replace(home=home, slots=slots)
+
+    def short(self, choice: Choice) -> int:
+        """Bytes that are missing, both places together."""
+        there = places(self.host(choice), self.device(choice), self._question.machine)
+        return sum(max(needed - available, 0) for needed, available in there.values())
+
+    def host(self, choice: Choice) -> int:
+        planes = self._weights[choice.carry].planes
+        return planes[-1] - planes[choice.home]
+
+    def device(self, choice: Choice) -> int:
+        """With the margin for estimates."""
+        return self._weights[choice.carry].at_home[choice.home] + self._buffers_of(choice) + self._activations_of(choice)
+
+    def _buffers_of(self, choice: Choice) -> int:
+        key = (choice.home, choice.slots, choice.slabs, choice.waves > 1, choice.resident, choice.carry)
+        if key not in self._buffers:
+            table = buffers(self._question.model, self._specs[choice.carry], choice.on(Plan()))
+            self._buffers[key] = sum(item.num_bytes for item in table)
+        return self._buffers[key]
+
+    def _activations_of(self, choice: Choice) -> int:
+        key = (choice.rows, choice.waves, choice.budget, choice.chunk, choice.home == self._units)
+        if key not in self._activations:
+            question, plan = self._question, choice.on(Plan(compile=self._compiled, fp32=self._question.fp32))
+            of_micro_batch = (choice.rows, choice.budget, choice.chunk)
+            if of_micro_batch not in self._working:
+                self._working[of_micro_batch] = question.working(plan)
+            table = activations(question.model, plan, question.shape, self._working[of_micro_batch])
+            total = sum(item.num_bytes for item in table)
+            self._activations[key] = total + int(ESTIMATE_MARGIN * sum(item.num_bytes for item in table if not item.exact))
+        return self._activations[key]
+
+    # ---------------------------------------------------------------- seconds
+
+    def least_seconds(self, choice: Choice) -> float:
+        """What the choice cannot do without: the compute, and the updates that the first wave's forward is too short for, or
+        a lane that has more to do than both."""
+        machine, weights = self._question.machine, self._weights[choice.carry]
+        work, forward = self._compute_of(choice)
+        micro_batches, rounds = self._cut(choice)
+        away = weights.params[-1] - weights.params[choice.home]
+        optimizer = away * machine.optimizer_s_per_param.value
+        grad = weights.grad[-1] - weights.grad[choice.home]
+        carried = 0 if choice.resident else rounds - 1
+        layers = weights.layers[-1] - weights.layers[choice.home]
+        uploads = layer_uploads(layers, choice.slots, rounds) / max(layers, 1)
+        in_layers = (weights.weight[-1] - weights.weight[choice.home]) * layers / max(self._units - choice.home, 1)
+        upload = (uploads * in_layers * 0.5 + carried * grad) / machine.upload_bytes_per_s.value
+        download = (carried + 1) * grad / machine.download_bytes_per_s.value
+        if machine.is_cpu:
+            return work + optimizer
+        home = compute.home_step_s(weights.params[choice.home], machine)
+        drains = compute.drain_s(weights.params[choice.home] + (carried + 1) * away, machine)
+        total = work + home + drains
+        return max(total + max(optimizer - home - micro_batches * forward, 0.0), upload, download)
+
+    def _compute_of(self, choice: Choice) -> tuple[float, float]:
+        """(all micro-batches, the forward of one through the layers)."""
+        key = (choice.rows, choice.budget, choice.chunk)
+        if key not in self._paces:
+            question, plan = self._question, choice.on(Plan(compile=self._compiled))
+            pace = compute.pace(question.model, plan, question.shape, question.machine)
+            forward = sum(pace.layers[behaviour][0] for behaviour in question.model.behaviours)
+            backward = sum(pace.layers[behaviour][1] for behaviour in question.model.behaviours)
+            count = question.shape.rows_per_step / min(choice.rows, question.shape.rows_per_step)
+            self._paces[key] = (count * (forward + backward + pace.head), forward)
+        return self._paces[key]
+
+    def _cut(self, choice: Choice) -> tuple[float, int]:
+        """(micro-batches of the largest wave, waves) as the engine cuts them."""
+        key = (choice.rows, choice.waves)
+        if key not in self._largest_wave:
+            waves = waves_of(choice.on(Plan()), self._question.shape)
+            self._largest_wave[key] = (max(waves), len(waves))
+        return self._largest_wave[key]
