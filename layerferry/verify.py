@@ -112,7 +112,8 @@ def verify(model_dir: Path) -> VerifyReport:
 def _verified(config: Any) -> VerifyReport:
     from layerferry.engine.oracle import WholeRows, drawing_by_place, loss_and_gradients
 
-    model = _random_model(_small(config))
+    torch.manual_seed(SEED)
+    model = _small_model(config)
     num_params = sum(parameter.numel() for parameter in model.parameters())
     if num_params > MAX_PARAMS:
         raise ModelRefused(f"{config.model_type}: its small copy has {num_params:,} parameters, more than {MAX_PARAMS:,}")
@@ -135,37 +136,27 @@ def _verified(config: Any) -> VerifyReport:
         engine.close()
 
 
-def _small(config: Any) -> Any:
-    from layerferry.models.shrink import shrunk
+def _small_model(config: Any) -> Any:
+    """The random copy; it has run once."""
+    from layerferry.models.shrink import random_model, shrunk
 
     try:
-        return shrunk(config)
+        model = random_model(shrunk(config))
     except ModelRefused:
         raise
     except Exception as error:  # whatever the family's own config and model code make of small numbers
         raise ModelRefused(f"{config.model_type}: no small copy of it can be built: {_first_line(error)}") from error
+    try:
+        with torch.no_grad():
+            model(input_ids=_micro_batches()[0].input_ids, use_cache=False)
+    except Exception as error:
+        reason = f"{config.model_type}: transformers does not run a small copy of it: {_first_line(error)}"
+        raise ModelRefused(reason) from error
+    return model
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _random_model(config: Any) -> Any:
-    """fp32 weights, none at a special value: a norm at 1 or a bias at 0 would hide a mistake. It has run once."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(SEED)
-    try:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-        with torch.no_grad():
-            model(input_ids=_micro_batches()[0].input_ids, use_cache=False)
-    except Exception as error:  # as above
-        reason = f"{config.model_type}: transformers does not run a small copy of it: {_first_line(error)}"
-        raise ModelRefused(reason) from error
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
-    return model
 
 
 def _micro_batches() -> list[MicroBatch]:

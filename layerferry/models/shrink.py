@@ -17,7 +17,7 @@ from layerferry.models.stack import find_stack
 from layerferry.models.template import behaviour_key
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 WIDTH, HEADS, HEAD_DIM, FEED_FORWARD, VOCABULARY, EXPERTS, WINDOW = 64, 4, 16, 96, 256, 4, 8
 MIN_LAYERS, MAX_LAYERS = 2, 16
@@ -83,6 +83,19 @@ def shrunk(config: PretrainedConfig) -> PretrainedConfig:
     first_of_each = {key: index for index, key in reversed(list(enumerate(keys)))}
     depth = min(full, MAX_LAYERS, max(MIN_LAYERS, 1 + max(first_of_each.values())))
     return _rebuilt(config, _cut(narrow.to_dict(), full, depth))
+
+
+def random_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The real model of ``config`` in fp32, no weight at a special value: a norm at 1 or a bias at 0 would hide a mistake."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    model.train()
+    return model
 
 
 def _rebuilt(config: PretrainedConfig, facts: dict[str, Any]) -> PretrainedConfig:
