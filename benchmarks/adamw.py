@@ -10,18 +10,17 @@ is a share of at least 90 %; the exit status says whether it holds.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from rows import common, emit, options
 from torch import Tensor
 
+from layerferry.backends.cpu import CpuBackend
 from layerferry.optim.kernels import AdamWScalars, Kernels
 from layerferry.optim.load import load_kernels
 from layerferry.optim.native_kernels import NativeKernels
@@ -81,39 +80,38 @@ def row(kernel: str, numel: int, threads: int, samples_s: list[float]) -> dict[s
         "ns_per_param": round(best_s / numel * 1e9, 4),
         "ns_per_param_median": round(statistics.median(samples_s) / numel * 1e9, 4),
         "gb_per_s": round(numel * BYTES_PER_PARAM / best_s / 1e9, 2),
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__},
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="AdamW on the split master: ns per parameter, GB/s, share of the ceiling.")
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = options(__doc__)
     parser.add_argument("--params", type=float, default=50e6, help="parameters of the unit (default 50e6)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--reference", action="store_true", help="also time the torch reference")
-    options = parser.parse_args()
+    args = parser.parse_args(argv)
     kernels = load_kernels()
     if not isinstance(kernels, NativeKernels):
         print("no native kernels: nothing to measure", file=sys.stderr)
         return 1
-    numel, threads = int(options.params), options.threads
+    numel, threads = int(args.params), args.threads
     torch.set_num_threads(threads)
     planes, spoilt = planes_of(numel), planes_of(numel)
 
     def ceiling() -> None:
         kernels.ceiling(*spoilt.values(), threads=threads)
 
-    step_s, ceiling_s = alternating([lambda: split_step(kernels, planes, threads), ceiling], options.repeats)
+    step_s, ceiling_s = alternating([lambda: split_step(kernels, planes, threads), ceiling], args.repeats)
     share = min(ceiling_s) / min(step_s)
     rows = [
         row("adamw_split_bf16", numel, threads, step_s) | {"share_of_ceiling": round(share, 4)},
         row("ceiling", numel, threads, ceiling_s),
     ]
-    if options.reference:
+    if args.reference:
         [reference_s] = alternating([lambda: split_step(ReferenceKernels(), planes, threads)], 2)
         rows.append(row("reference_split_bf16", numel, threads, reference_s))
     for line in rows:
-        print(json.dumps(line))
+        emit(args, {**line, **common(CpuBackend(), args)})
     return 0 if share >= CLAIMED_SHARE else 1
 
 

@@ -11,6 +11,7 @@ backward, a token: null where the backend does not count.
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,6 +69,8 @@ class Layer:
 
 def row(skeleton: Skeleton, backend: Backend, args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     tokens = args.micro_batches * plan.micro_batch_rows * plan.row_tokens
+    torch.compiler.reset()  # the compiler gives up on a function that it has compiled for eight shapes or budgets
+    gc.collect()
     layer = Layer(skeleton, backend, plan, micro_batches=args.micro_batches)
     layer.turn()  # compiles
     backend.reset_peak()

@@ -83,11 +83,12 @@ def common(backend: Backend, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def is_done(args: argparse.Namespace, case: str) -> bool:
-    """Under ``--resume``: whether ``--out`` has ``case`` of this commit."""
+    """Under ``--resume``: whether ``--out`` has ``case`` of this commit and model."""
     if not (args.resume and args.out and Path(args.out).is_file()):
         return False
     known = [json.loads(line) for line in Path(args.out).read_text().splitlines() if line.strip()]
-    return any((row.get("case"), row.get("commit")) == (case, commit_of(args)) for row in known)
+    wanted = (case, commit_of(args), getattr(args, "model", None))
+    return any((row.get("case"), row.get("commit"), row.get("model")) == wanted for row in known)
 
 
 def emit(args: argparse.Namespace, row: dict[str, Any]) -> None:

@@ -62,15 +62,17 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--variants", default="", help="further plans over the same store, e.g. 'budget=0.0;budget=0.3,micro_batch_rows=8'"
     )
+    parser.add_argument("--points", default="", help="the same, without the plan of the other options itself")
     parser.add_argument("--timeline", help="record one more step into this folder: timeline.json and timeline.png")
     parser.add_argument("--profile", help="write a torch profiler table of one more step to this file")
     return parser
 
 
 def variants(args: argparse.Namespace) -> list[argparse.Namespace]:
-    """``args`` itself, then one more for every entry of ``--variants``; what is done already is left out."""
-    found = [args]
-    for entry in filter(None, args.variants.split(";")):
+    """``args`` itself, then one more for every entry of ``--variants``; or those of ``--points``. What is done already is
+    left out."""
+    found = [] if args.points else [args]
+    for entry in filter(None, (args.points or args.variants).split(";")):
         other = argparse.Namespace(**vars(args))
         for pair in entry.split(","):
             name, _, value = pair.partition("=")

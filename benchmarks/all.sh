@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Every row of the tables, most valuable first, on one H200 with 16 cores and 128 GiB of host memory.
+#
+#   benchmarks/all.sh FOLDER [NAME...]        append rows to FOLDER/*.jsonl; only the named entries
+#   benchmarks/all.sh --list                  names and expected minutes
+#
+# An entry that breaks off is resumed by running it again: what FOLDER has of this commit is left out. A failed entry does not
+# stop the others; the exit status says whether there was one. Settings: PYTHON; COMMIT where the code came without its history.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+list=false
+if [ "${1:-}" = --list ]; then list=true; shift; fi
+folder=${1:-benchmarks/results}
+[ $# -gt 0 ] && shift
+names=" $* "
+failed=""
+
+run() { # name, expected minutes, results file, program, options...
+    local name=$1 minutes=$2 file=$3 program=$4
+    shift 4
+    if $list; then printf '%-16s %3s min  %s.py %s\n' "$name" "$minutes" "$program" "$*"; return; fi
+    if [ "$names" != "  " ] && [[ "$names" != *" $name "* ]]; then return; fi
+    mkdir -p "$folder"
+    echo "== $name (about $minutes min)" >&2
+    "${PYTHON:-python3}" "benchmarks/$program.py" "$@" --resume --out "$folder/$file.jsonl" ${COMMIT:+--commit "$COMMIT"} ||
+        failed="$failed $name"
+}
+
+rows="--rows 128 --row-tokens 1024"
+stream="--model qwen2.5-7b $rows --micro-batch-rows 32"
+
+# The targets. The resident baseline and our 3B row belong together: one machine, one run.
+run 3b-resident 4 step resident --case 3b-resident --model qwen2.5-3b $rows --micro-batch-rows 16
+run 3b-free 5 step step --case 3b-free --model qwen2.5-3b $rows --auto 1
+run 7b-free 7 step step --case 7b-free --model qwen2.5-7b $rows --auto 1
+run 7b-stream 8 step step --case 7b-stream-44 $stream --budget 0.0 --variants "case=7b-stream-90,micro_batch_rows=16,budget=0.1"
+run 7b-16k 5 step step --case 7b-16k --model qwen2.5-7b --rows 16 --row-tokens 1024 --auto 1
+run 14b-free 10 step step --case 14b-free --model qwen2.5-14b $rows --auto 1
+run 7b-24gib 7 step step --case 7b-24gib --model qwen2.5-7b $rows --auto 1 --device-memory 24
+run 7b-10gib 8 step step --case 7b-10gib --model qwen2.5-7b $rows --auto 1 --device-memory 10
+run qwen3-30b-a3b 9 step step --case qwen3-30b-a3b --model qwen3-30b-a3b --layers 12 $rows --auto 1
+run gpt-oss-120b 9 step step --case gpt-oss-120b --model gpt-oss-120b --layers 2 $rows --auto 1
+
+# What limits them.
+run layer 6 layer layer --model qwen2.5-7b --row-tokens 1024 --micro-batch-rows 16,32 --budgets 0,0.1,0.3,0.5,0.7,1
+run head 2 head head --model qwen2.5-7b --rows 32 --row-tokens 1024 --chunk-tokens 2048,4096,8192,16384
+run link 1 link link
+run adamw 1 adamw adamw --params 100e6 --threads 16
+
+# Studies.
+run depth 9 sweep sweep depth --model qwen2.5-7b --budget 0.0 --steps 3 --warmup 1
+run ablation 9 sweep sweep ablation --model qwen2.5-7b --layers 14 --budget 0.0 --steps 3 --warmup 1
+run ablation-16k 6 sweep sweep ablation --tokens 16384 --micro-batch-tokens 16384 --model qwen2.5-7b --layers 14 --budget 0.0
+run length 9 sweep sweep length --model qwen2.5-7b --layers 14 --budget 0.0 --steps 3 --warmup 1
+run width 9 sweep sweep width --model qwen2.5-7b --budget 0.0 --steps 3 --warmup 1
+
+[ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }
