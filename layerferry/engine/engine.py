@@ -30,7 +30,7 @@ from layerferry.engine.pretrained import ModelFolder
 from layerferry.engine.randomness import seed_of
 from layerferry.engine.router_loss import RouterLoss
 from layerferry.engine.sizes import device_sizes
-from layerferry.engine.sweep import Sweep
+from layerferry.engine.sweep import Sweep, Wave
 from layerferry.engine.tape import Tape
 from layerferry.engine.templates import Templates
 from layerferry.models.skeleton import Skeleton
@@ -99,6 +99,7 @@ class Engine:
         self._sweep = Sweep(
             skeleton, backend, self.feed, self.drain, Templates(skeleton, preparer(plan)), plan.chunk_tokens, IsolationCheck()
         )
+        self._rebuilds = not plan.compile and plan.activation_budget < 1.0
         self._audited = False
 
     # ---------------------------------------------------------------- training
@@ -124,22 +125,20 @@ class Engine:
             return report.report(loss=math.nan, norm=math.nan, skipped=True, begin=begin, idle={})
         loss = torch.zeros((), device=self.backend.device)
         router_loss = RouterLoss.of(self.skeleton.balance, micro_batches)
-        step_seed = seed_of(self._seed, self.num_steps)
         waves = _waves(micro_batches, self.plan.num_waves)
-        for number, wave in enumerate(waves):
+        for number, numbered in enumerate(waves):
             self.drain.last_wave = number == len(waves) - 1
-            tape = Tape(self._slots, rebuild=not self.plan.compile and self.plan.activation_budget < 1.0, audit=not self._audited)
+            wave = Wave(
+                micro_batches=numbered,
+                objective=objective,
+                denominator=denominator,
+                step_seed=seed_of(self._seed, self.num_steps),
+                tape=Tape(self._slots, rebuild=self._rebuilds, audit=not self._audited),
+                carry=number > 0,
+                router_loss=router_loss,
+            )
             with self.backend.computing():
-                loss = self._sweep.train(
-                    wave,
-                    objective,
-                    denominator,
-                    step_seed=step_seed,
-                    tape=tape,
-                    carry=number > 0,
-                    loss=loss,
-                    router_loss=router_loss,
-                )
+                loss = self._sweep.train(wave, loss)
             self._audited = True
         loss_value, norm_value = self._read(loss, self.drain.norms)
         if not (math.isfinite(loss_value) and math.isfinite(norm_value)):

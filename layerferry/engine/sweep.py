@@ -50,6 +50,21 @@ class Pass:
     router_gradients: dict[int, list[Tensor]] = field(default_factory=dict)  # unit index -> of each of its routers' logits
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wave:
+    """What passes through the units together, and what holds for all of it."""
+
+    micro_batches: Sequence[tuple[int, MicroBatch]]
+    """With their numbers within the step: the same whatever the waves."""
+    objective: Objective
+    denominator: float
+    step_seed: int
+    tape: Tape
+    carry: bool
+    """Earlier waves of the step have left gradients to add to."""
+    router_loss: RouterLoss | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Sweep:
     """The two directions of a wave over the engine's parts."""
@@ -64,98 +79,63 @@ class Sweep:
 
     # ---------------------------------------------------------------- a training wave
 
-    def train(
-        self,
-        micro_batches: Sequence[tuple[int, MicroBatch]],
-        objective: Objective,
-        denominator: float,
-        *,
-        step_seed: int,
-        tape: Tape,
-        carry: bool,
-        loss: Tensor,
-        router_loss: RouterLoss | None = None,
-    ) -> Tensor:
-        """Forward and backward of one wave; ``loss`` [] fp32 @device of earlier waves plus this one's share, micro-batch by
-        micro-batch, so that the sum does not depend on the waves. ``carry``: add to the gradients of earlier waves."""
-        skeleton = self.skeleton
+    def train(self, wave: Wave, loss: Tensor) -> Tensor:
+        """Forward and backward; ``loss`` [] fp32 @device of earlier waves plus this one's share, micro-batch by micro-batch,
+        so that the sum does not depend on the waves."""
+        skeleton, tape = self.skeleton, wave.tape
         layers = skeleton.layer_units
         self.feed.expect([skeleton.prologue_unit, *layers, skeleton.epilogue_unit, *reversed(layers)])
         self._set_mode(training=True)
-        passes, end_parameters = self._prologue(micro_batches, tape, step_seed)
+        passes, end_parameters = self._prologue(wave)
         needs_prologue = tape.num_handles.get(skeleton.prologue_unit.index, 0) > 0
         if needs_prologue:
             self.feed.expect([skeleton.prologue_unit])
         for index, unit in enumerate(layers):
-            self._layer_forward(unit, index, passes, tape, step_seed)
+            self._layer_forward(unit, index, passes, wave)
         tied = skeleton.epilogue_unit is skeleton.prologue_unit
-        if carry:
+        if wave.carry:
             self.drain.expect([skeleton.epilogue_unit, *reversed(layers), *([] if tied else [skeleton.prologue_unit])])
         with ExitStack() as whole_backward:
-            # TRAP: a tied unit's gradient has two shares; its norm is that of the sum (tests/engine/test_engine.py)
-            ends = whole_backward.enter_context(self.drain(skeleton.epilogue_unit, carry=carry)) if tied else None
-            loss = self._head(
-                passes,
-                objective,
-                denominator,
-                step_seed,
-                carry=carry,
-                accumulator=ends,
-                tape=tape,
-                loss=loss,
-                router_loss=router_loss,
-            )
+            # TRAP: a tied unit's gradient has two shares; its norm is that of the sum (tests/engine/test_invariance.py)
+            ends = whole_backward.enter_context(self.drain(skeleton.epilogue_unit, carry=wave.carry)) if tied else None
+            loss = self._head(passes, wave, ends, loss)
             for index, unit in reversed(list(enumerate(layers))):
-                self._layer_backward(unit, index, passes, tape, carry=carry)
-            with self._or_drain(ends, skeleton.prologue_unit, carry=carry) as accumulator:
+                self._layer_backward(unit, index, passes, wave)
+            with self._or_drain(ends, skeleton.prologue_unit, carry=wave.carry) as accumulator:
                 self._prologue_backward(passes, end_parameters, tape, accumulator, needs_prologue)
         return loss
 
-    def _prologue(
-        self, micro_batches: Sequence[tuple[int, MicroBatch]], tape: Tape, step_seed: int
-    ) -> tuple[list[Pass], list[torch.nn.Parameter]]:
+    def _prologue(self, wave: Wave) -> tuple[list[Pass], list[torch.nn.Parameter]]:
         unit = self.skeleton.prologue_unit
         passes = []
-        with self.feed(unit) as slot, tape.record(unit, slot):
+        with self.feed(unit) as slot, wave.tape.record(unit, slot):
             parameters = self._bind(unit, slot)
-            for number, micro_batch in micro_batches:
-                self.backend.seed(seed_of(step_seed, unit.index, number))
+            for number, micro_batch in wave.micro_batches:
+                self.backend.seed(seed_of(wave.step_seed, unit.index, number))
                 tap = EmbeddingTap(parameters)
                 hidden, calls = self.skeleton.prologue(self._inputs(micro_batch), tap)
                 passes.append(Pass(micro_batch, number, hidden.detach(), calls, tap.look_ups, hidden))
         return passes, parameters
 
-    def _layer_forward(self, unit: Unit, index: int, passes: Sequence[Pass], tape: Tape, step_seed: int) -> None:
-        with self.feed(unit) as slot, tape.record(unit, slot):
+    def _layer_forward(self, unit: Unit, index: int, passes: Sequence[Pass], wave: Wave) -> None:
+        with self.feed(unit) as slot, wave.tape.record(unit, slot):
             template = self.templates.bound(index, slot)
             for run in passes:
                 if run.micro_batch.isolated:
-                    with tape.resolving(unit, slot):
+                    with wave.tape.resolving(unit, slot):
                         self.isolation.check(template, self.skeleton.keys[index], run.micro_batch, run.hidden, run.calls[index])
-                self.backend.seed(seed_of(step_seed, unit.index, run.number))
-                run.hidden = tape.forward(unit, run.number, template, run.hidden, run.calls[index])
+                self.backend.seed(seed_of(wave.step_seed, unit.index, run.number))
+                run.hidden = wave.tape.forward(unit, run.number, template, run.hidden, run.calls[index])
 
-    def _head(
-        self,
-        passes: Sequence[Pass],
-        objective: Objective,
-        denominator: float,
-        step_seed: int,
-        *,
-        carry: bool,
-        accumulator: Plane | None,
-        tape: Tape,
-        loss: Tensor,
-        router_loss: RouterLoss | None,
-    ) -> Tensor:
+    def _head(self, passes: Sequence[Pass], wave: Wave, accumulator: Plane | None, loss: Tensor) -> Tensor:
         unit = self.skeleton.epilogue_unit
-        with self.feed(unit) as slot, self._or_drain(accumulator, unit, carry=carry) as sums:
+        with self.feed(unit) as slot, self._or_drain(accumulator, unit, carry=wave.carry) as sums:
             head = Head(self.skeleton, self._bind(unit, slot), sums, self.chunk_tokens)
             for run in passes:
-                self.backend.seed(seed_of(step_seed, len(self.skeleton.units), run.number))
-                share, run.gradient = objective.step(head, run.hidden, run.micro_batch, denominator)
-                if router_loss is not None:
-                    share = share + self._balance(run, router_loss, tape)
+                self.backend.seed(seed_of(wave.step_seed, len(self.skeleton.units), run.number))
+                share, run.gradient = wave.objective.step(head, run.hidden, run.micro_batch, wave.denominator)
+                if wave.router_loss is not None:
+                    share = share + self._balance(run, wave.router_loss, wave.tape)
                 loss = loss + share
         return loss
 
@@ -168,13 +148,17 @@ class Sweep:
         run.router_gradients = {index: [next(waiting) for _ in of_layer] for index, of_layer in routed.items()}
         return loss
 
-    def _layer_backward(self, unit: Unit, index: int, passes: Sequence[Pass], tape: Tape, *, carry: bool) -> None:
-        with self.feed(unit) as slot, tape.resolving(unit, slot), self.drain(unit, carry=carry) as accumulator:
+    def _layer_backward(self, unit: Unit, index: int, passes: Sequence[Pass], wave: Wave) -> None:
+        with (
+            self.feed(unit) as slot,
+            wave.tape.resolving(unit, slot),
+            self.drain(unit, carry=wave.carry) as accumulator,
+        ):
             template = self.templates.bound(index, slot)
             for run in passes:
                 assert run.gradient is not None
                 gradients = [run.gradient, *run.router_gradients.get(unit.index, ())]
-                run.gradient = tape.backward(unit, run.number, template, gradients, accumulator, run.sides)
+                run.gradient = wave.tape.backward(unit, run.number, template, gradients, accumulator, run.sides)
 
     def _prologue_backward(
         self,
