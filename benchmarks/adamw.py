@@ -10,6 +10,7 @@ is a share of at least 90 %; the exit status says whether it holds.
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import sys
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from rows import common, emit, options
+from rows import common, emit, is_done, options
 from torch import Tensor
 
 from layerferry.backends.cpu import CpuBackend
@@ -70,10 +71,15 @@ def alternating(works: list[Callable[[], None]], repeats: int) -> list[list[floa
     return [list(samples) for samples in zip(*rounds, strict=True)]
 
 
+def case_of(kernel: str, numel: int, threads: int) -> str:
+    return f"{kernel}-{numel}-{threads}"
+
+
 def row(kernel: str, numel: int, threads: int, samples_s: list[float]) -> dict[str, object]:
     best_s = min(samples_s)
     return {
         "benchmark": "adamw",
+        "case": case_of(kernel, numel, threads),
         "kernel": kernel,
         "params": numel,
         "threads": threads,
@@ -83,18 +89,24 @@ def row(kernel: str, numel: int, threads: int, samples_s: list[float]) -> dict[s
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def parser() -> argparse.ArgumentParser:
     parser = options(__doc__)
     parser.add_argument("--params", type=float, default=50e6, help="parameters of the unit (default 50e6)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--reference", action="store_true", help="also time the torch reference")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
     kernels = load_kernels()
     if not isinstance(kernels, NativeKernels):
         print("no native kernels: nothing to measure", file=sys.stderr)
         return 1
     numel, threads = int(args.params), args.threads
+    if is_done(args, case_of("adamw_split_bf16", numel, threads)):
+        return 0
     torch.set_num_threads(threads)
     planes, spoilt = planes_of(numel), planes_of(numel)
 

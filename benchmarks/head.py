@@ -8,12 +8,13 @@ states, weights and the fp32 accumulator.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from rows import common, emit, is_done, numbers, options, random_batches, timed
+from rows import common, emit, is_done, numbers, options, random_batches, significant, timed
 from scratch import bind, skeleton_of, slot_for, sums_for
 
 from layerferry.backends import Backend, make
@@ -57,14 +58,18 @@ class HeadOf:
             return objective.step(self.head(chunk_tokens), self._hidden, self._batch, float(self.num_targets))[0]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def parser() -> argparse.ArgumentParser:
     parser = options(__doc__)
     parser.add_argument("--model", default="tiny", help="a shape of shapes.py")
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--row-tokens", type=int, default=128)
     parser.add_argument("--chunk-tokens", type=numbers(int), default=[64, 256])
     parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(argv)
     torch.manual_seed(0)
     backend = make(args.device)
     skeleton = skeleton_of(args.model, backend)
@@ -94,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 "chunk_tokens": chunk_tokens,
                 "loss": round(loss, 5),
                 "seconds": round(best, 6),
-                "model_tflops": round(flops / best / 1e12, 1),
+                "model_tflops": significant(flops / best / 1e12),
                 "call_peak_gib": round(peak_bytes(backend, work) / GIB, 3),
             }
             emit(args, {**found, **common(backend, args)})

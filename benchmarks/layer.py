@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from rows import common, emit, is_done, numbers, options, timed
+from rows import common, emit, is_done, numbers, options, significant, timed
 from scratch import first_layer_inputs, skeleton_of, slot_for, sums_for
 
 from layerferry.backends import Backend, make
@@ -85,13 +85,13 @@ def row(skeleton: Skeleton, backend: Backend, args: argparse.Namespace, plan: Pl
         "activation_budget": plan.activation_budget,
         "compile": plan.compile,
         "seconds": round(best, 6),
-        "model_tflops": round(per_token * tokens / best / 1e12, 1),
+        "model_tflops": significant(per_token * tokens / best / 1e12),
         "kept_bytes_per_token": round(kept / tokens, 1) if kept else None,
         "device_peak_gib": round(backend.peak_bytes() / GIB, 3),
     }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def parser() -> argparse.ArgumentParser:
     parser = options(__doc__)
     parser.add_argument("--model", default="tiny", help="a shape of shapes.py")
     parser.add_argument("--row-tokens", type=numbers(int), default=[128])
@@ -100,7 +100,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--micro-batches", type=int, default=4, help="that add into one accumulator")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--no-compile", action="store_true")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(argv)
     torch.manual_seed(0)
     backend = make(args.device)
     skeleton = skeleton_of(args.model, backend)

@@ -9,6 +9,7 @@ there the two directions take turns: that is what the row shows. On a CPU a lane
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,12 +46,16 @@ def row(backend: Backend, way: str, *, chunk_bytes: int, copies: int, repeats: i
     return {"way": way, "pinned": pinned, "chunk_mib": chunk_bytes / 2**20, "copies": copies, **rates}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def parser() -> argparse.ArgumentParser:
     parser = options(__doc__)
     parser.add_argument("--chunk-mib", type=numbers(float), default=[1.0, 4.0, 16.0, 64.0, 256.0, 1024.0], help="sizes of a copy")
     parser.add_argument("--total-mib", type=float, default=2048.0, help="moved in a repeat, each way")
     parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(argv)
     backend = make(args.device)
     for pinned in (True, False):
         for way in WAYS:

@@ -196,7 +196,7 @@ def case_of(args: argparse.Namespace) -> str:
     return str(args.case) or f"{args.model}-{args.rows * args.row_tokens}-resident"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def parser() -> argparse.ArgumentParser:
     parser = options(__doc__)
     parser.add_argument("--model", default="tiny", help="a shape of shapes.py")
     parser.add_argument("--layers", type=int, default=0, help="0: as many as the model has")
@@ -209,7 +209,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=5, help="counted steps, after the warm-up")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--no-compile", action="store_true")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(argv)
     torch.manual_seed(0)
     if not is_done(args, case_of(args)):
         emit(args, measure(args))

@@ -100,6 +100,11 @@ def emit(args: argparse.Namespace, row: dict[str, Any]) -> None:
             stream.write(line + "\n")
 
 
+def significant(value: float) -> float:
+    """Four digits: rates of a CPU and of an H200 share a field."""
+    return float(f"{value:.4g}")
+
+
 def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -142,7 +147,7 @@ def step_row(steps: Steps, own: dict[str, Any], backend: Backend, args: argparse
         "tokens_per_step": steps.tokens_per_step,
         "step_s": round(step_s, 4),
         "step_s_all": [round(s, 4) for s in steps.seconds],
-        "model_tflops": round(steps.flops_per_step / step_s / 1e12, 1),
+        "model_tflops": significant(steps.flops_per_step / step_s / 1e12),
         "tokens_per_s": round(steps.tokens_per_step / step_s, 1),
         "device_peak_gib": round(steps.peak_bytes / GIB, 3),
         "host_resident_gib": round(steps.resident_bytes / GIB, 3),

@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def predicted(engine: Engine, args: argparse.Namespace) -> Plan:
     question = problem(Model.of(engine.skeleton), specs, machine, config, args.row_tokens)
     known = calibrate.reader(engine.skeleton, engine.backend)(engine.plan, question.shape)
     if known is not None:
-        question.measured[key_of(engine.plan)] = known
+        question = replace(question, measured={key_of(engine.plan): known})
     return question.complete(engine.plan)
 
 

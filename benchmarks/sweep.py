@@ -80,14 +80,18 @@ STUDIES: dict[str, Callable[[argparse.Namespace], list[Variant]]] = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", choices=STUDIES)
     parser.add_argument("--at", type=numbers(float), default=None, help="other points than the study's own")
     parser.add_argument("--tokens", type=int, default=131072, help="a step")
     parser.add_argument("--micro-batch-tokens", type=int, default=32768)
     parser.add_argument("--row-tokens", type=int, default=1024, help="where the length is not what varies")
-    args, others = parser.parse_known_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args, others = parser().parse_known_args(argv)
     if args.at is not None and args.study == "length":
         args.at = [int(at) for at in args.at]
     points = STUDIES[args.study](args)
