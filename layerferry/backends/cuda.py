@@ -179,9 +179,10 @@ class CudaBackend:
     # ---------------------------------------------------------------- the machine
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes of the device, as the driver reports them."""
+        """Free and total bytes of the device: what the driver reports, and what torch's allocator keeps without using it."""
         free, total = torch.cuda.mem_get_info(self.device)
-        return int(free), int(total)
+        kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return int(free) + int(kept), int(total)
 
     def describe(self) -> str:
         return str(torch.cuda.get_device_name(self.device))

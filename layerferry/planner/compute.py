@@ -57,9 +57,7 @@ def pace(model: Model, plan: Plan, shape: Shape, machine: Machine) -> Pace:
     head_flops = 6.0 * model.flops.head_params
     layer_flops = (model.flops.per_token(shape.row_tokens) - head_flops) / max(model.num_layers, 1)
     if machine.is_cpu:
-        forward = tokens * layer_flops * FORWARD_SHARE / (speed * CPU_SHARE)
-        backward = forward * (3 * (1.0 if plan.activation_budget >= 1.0 else CPU_REBUILD) - 1)
-        return Pace(layers=((forward, backward),) * len(model.kept), head=tokens * head_flops / (speed * CPU_SHARE))
+        return _on_cpu(model, plan, shape, machine)
     again = recomputation(plan)
     whole = _interpolate(RECOMPUTATION, 1.0) if plan.compile else EAGER
     layers = []
@@ -74,6 +72,17 @@ def pace(model: Model, plan: Plan, shape: Shape, machine: Machine) -> Pace:
     logits = LOGIT_PASSES * model.vocab_size * model.compute_bytes * moved_s
     in_sums = chunks * SUM_BYTES * model.flops.head_params * moved_s
     return Pace(layers=tuple(layers), head=tokens * (head_flops / (speed * STEP_SHARE) + logits) + in_sums)
+
+
+def _on_cpu(model: Model, plan: Plan, shape: Shape, machine: Machine) -> Pace:
+    """Products at a stated share of their rate, and the sums."""
+    tokens, speed = tokens_of(plan, shape), machine.matmul_flops_per_s.value * CPU_SHARE
+    head_flops = 6.0 * model.flops.head_params
+    layer_flops = (model.flops.per_token(shape.row_tokens) - head_flops) / max(model.num_layers, 1)
+    forward = tokens * layer_flops * FORWARD_SHARE / speed
+    products = forward * (3 * (1.0 if plan.activation_budget >= 1.0 else CPU_REBUILD) - 1)
+    sums = (SUM_BYTES * unit.numel / machine.device_bytes_per_s.value for unit in model.kinds)
+    return Pace(layers=tuple((forward, products + own) for own in sums), head=tokens * head_flops / speed)
 
 
 def recomputation(plan: Plan) -> float:

@@ -187,12 +187,12 @@ def _seconds(plan: Plan, machine: Machine) -> str:
             machine.optimizer_s_per_param.source,
         ),
     ]
-    span = f"between {lanes.overlapped:.2f} (lanes overlap) and {lanes.serial:.2f}"
-    lines = [f"{'seconds a step':<26} {lanes.step:9.2f} s     {span}"]
+    lines = [f"{'seconds a step':<26} {lanes.step:9.2f} s     compute and waits; {lanes.serial:.2f} if the lanes took turns"]
     for name, value, rate, source in rows:
         limit = "  <- limits the step" if name == lanes.limit else ""
         lines.append(f"  {name:<24} {value:9.2f} s     {f'at {rate} ({source})'}{limit}")
-    lines.append(f"  {'not hidden by any lane':<24} {lanes.exposed:9.2f} s")
+    lines.append(f"  {'waits for updates':<24} {lanes.waits_for_updates:9.2f} s     of units @host, in the first wave's forward")
+    lines.append(f"  {'waits for copies':<24} {lanes.waits_for_copies:9.2f} s     of weights and gradients")
     tokens = plan.rows_per_step * plan.row_tokens
     lines.append(f"  {'tokens a second':<24} {_rounded(tokens / lanes.step):>9}")
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from layerferry.models.build import build_on_meta
 from layerferry.models.skeleton import Skeleton
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.decay import decays
+from layerferry.planner.facts import Model
 from layerferry.planner.machine import Machine, default_rates
 from layerferry.store.store import plane_specs
 
@@ -38,6 +40,25 @@ QWEN_7B = {
     "num_key_value_heads": 4,
     "tie_word_embeddings": False,
 }
+QWEN_3B = {
+    **QWEN_7B,
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+QWEN_14B = {
+    **QWEN_7B,
+    "hidden_size": 5120,
+    "intermediate_size": 13824,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+}
+SHAPES = {"qwen2.5-3b": QWEN_3B, "qwen2.5-7b": QWEN_7B, "qwen2.5-14b": QWEN_14B}
 
 
 def skeleton(model_type: str = "llama", *, fp32: bool = False, attention: str = "sdpa", **overrides: Any) -> Skeleton:
@@ -47,6 +68,18 @@ def skeleton(model_type: str = "llama", *, fp32: bool = False, attention: str = 
     dtype = torch.float32 if fp32 else torch.bfloat16
     model = build_on_meta(config, dtype=dtype, attention=attention)
     return Skeleton(model, decays=decays, device=torch.device("cpu"), fp32=fp32)
+
+
+@functools.cache
+def qwen(name: str, num_layers: int | None = None) -> Model:
+    """A Qwen2.5 of two built layers, told how many it has: nothing but their number differs."""
+    shape = SHAPES[name]
+    count = num_layers or int(shape["num_hidden_layers"])
+    small = Model.of(skeleton("qwen2", **{**shape, "num_hidden_layers": 2}))
+    layers = [replace(small.units[1], index=i + 1, name=f"layer.{i}") for i in range(count)]
+    ends = [] if small.tied else [replace(small.units[-1], index=count + 1)]
+    flops = replace(small.flops, layer_params=small.flops.layer_params * count // 2, attention=small.flops.attention[:1] * count)
+    return replace(small, units=(small.units[0], *layers, *ends), behaviours=(0,) * count, flops=flops)
 
 
 def specs() -> dict[str, PlaneSpec]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from dataclasses import replace
 from typing import Any
@@ -14,28 +13,20 @@ from hypothesis import strategies as st
 from layerferry.config import Config, DataConfig, ModelConfig
 from layerferry.errors import PlanError
 from layerferry.plan import Plan
-from layerferry.planner.choose import choose, decide
-from layerferry.planner.facts import Kept, Model
+from layerferry.planner.choose import MOST_MEASUREMENTS, choose, decide
+from layerferry.planner.facts import Kept
 from layerferry.planner.flops import Flops
 from layerferry.planner.memory import DEVICE, HOST, Shape, Working, estimate
 from layerferry.planner.problem import Problem, fits, needs, problem
-from layerferry.planner.search import candidates
-from tests.planner.subjects import GIB, QWEN_7B, config, machine, skeleton, specs
+from layerferry.planner.search import INEXACT, is_exact
+from tests.planner.subjects import GIB, config, machine, qwen, skeleton, specs
 
-
-@functools.cache
-def qwen_7b() -> Model:
-    """Qwen2.5-7B of two built layers, told to be 28: nothing but the number of layers differs."""
-    small = Model.of(skeleton("qwen2", **{**QWEN_7B, "num_hidden_layers": 2}))
-    first, layer, last = small.units[0], small.units[1], small.units[-1]
-    layers = [replace(layer, index=i + 1, name=f"layer.{i}") for i in range(28)]
-    units = (first, *layers, replace(last, index=29))
-    flops = replace(small.flops, layer_params=14 * small.flops.layer_params, attention=small.flops.attention * 14)
-    return replace(small, units=units, behaviours=(0,) * 28, flops=flops)
+FREE_GIB = 0.98 * 139
+"""What a run may use of an H200."""
 
 
 def ask(given: Config | None = None, row_tokens: int = 1024, **there: Any) -> Problem:
-    return problem(qwen_7b(), specs(), machine(**there), given or config(rows=128), row_tokens)
+    return problem(qwen("qwen2.5-7b"), specs(), machine(**there), given or config(rows=128), row_tokens)
 
 
 def gib(plan: Plan, place: str) -> float:
@@ -45,13 +36,39 @@ def gib(plan: Plan, place: str) -> float:
 # ---------------------------------------------------------------- what is chosen
 
 
-def test_a_whole_h200_keeps_activations_and_brings_units_home() -> None:
-    decision = decide(ask(device_gib=139))
+def step_s(plan: Plan) -> float:
+    assert plan.seconds is not None
+    return plan.seconds.step
+
+
+def test_a_whole_h200_is_used_and_is_no_slower_than_the_plan_made_by_hand() -> None:
+    """By hand, measured: 16 units at home, 8 waves of 16 rows, budget 0.7, resident gradients: 9.684 s."""
+    decision = decide(ask(device_gib=FREE_GIB))
     plan = decision.plan
-    assert decision.shortfall is None and plan.num_waves == 1 and plan.compile
-    assert 12_000 <= plan.micro_batch_rows * plan.row_tokens <= 32_768
-    assert plan.on_device == tuple(range(len(plan.on_device))) and plan.on_device
-    assert gib(plan, DEVICE) <= 139
+    assert decision.shortfall is None and plan.compile
+    assert step_s(plan) <= 9.9
+    assert plan.on_device == tuple(range(len(plan.on_device))) and len(plan.on_device) >= 16
+    assert gib(plan, DEVICE) <= FREE_GIB
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "device_gib", "most_s"),
+    [
+        ("qwen2.5-3b", 128, FREE_GIB, 4.6),
+        ("qwen2.5-7b", 128, 44, 11.3),
+        ("qwen2.5-7b", 16, FREE_GIB, 1.57),
+        ("qwen2.5-7b", 128, 24, 12.5),
+    ],
+)
+def test_what_an_h200_should_reach(name: str, rows: int, device_gib: float, most_s: float) -> None:
+    question = problem(qwen(name), specs(), machine(device_gib=device_gib), config(rows=rows), 1024)
+    decision = decide(question)
+    assert decision.shortfall is None and step_s(decision.plan) <= most_s
+
+
+def test_the_limit_of_the_step_is_said() -> None:
+    notes = " ".join(decide(ask(device_gib=24)).plan.notes)
+    assert "% compute" in notes and "waits for updates" in notes
 
 
 def test_44_gib_stream_everything_in_one_wave() -> None:
@@ -59,11 +76,7 @@ def test_44_gib_stream_everything_in_one_wave() -> None:
     plan = decide(ask(device_gib=44)).plan
     assert (plan.num_waves, plan.activation_budget, plan.num_slots, plan.on_device) == (1, 0.0, 3, ())
     assert gib(plan, DEVICE) == pytest.approx(41, rel=0.05)
-    assert gib(plan, HOST) * GIB / qwen_7b().num_params == pytest.approx(14.0, abs=0.01)
-
-
-def test_a_small_batch_keeps_everything() -> None:
-    assert decide(ask(config(rows=16), device_gib=139)).plan.activation_budget == 1.0
+    assert gib(plan, HOST) * GIB / qwen("qwen2.5-7b").num_params == pytest.approx(14.0, abs=0.01)
 
 
 def test_a_small_device_takes_several_waves_and_smaller_chunks() -> None:
@@ -145,7 +158,7 @@ def test_a_budget_below_one_slot_is_refused() -> None:
 
 def test_a_host_that_is_too_small_is_refused_with_the_model_that_fits() -> None:
     there = machine(device_gib=20, host_gib=40, host_source="MemAvailable")
-    shortfall = decide(problem(qwen_7b(), specs(), there, config(), 1024)).shortfall
+    shortfall = decide(problem(qwen("qwen2.5-7b"), specs(), there, config(), 1024)).shortfall
     assert shortfall is not None and "GiB short" in shortfall
     assert "a model of" in shortfall and "this one has 7.62B" in shortfall
     assert "host_memory: states another limit than MemAvailable" in shortfall
@@ -169,21 +182,21 @@ def test_choose_raises_the_shortfall() -> None:
 # ---------------------------------------------------------------- calibration in the loop
 
 
-def test_measured_bytes_replace_the_estimate_until_the_choice_is_measured() -> None:
-    asked: list[float] = []
+def test_measured_bytes_replace_the_estimate_and_measurements_are_few() -> None:
+    asked: list[tuple[float, int, int]] = []
 
     def measure(plan: Plan, shape: Shape) -> Working | None:
-        asked.append(plan.activation_budget)
-        guess = estimate(qwen_7b(), plan, shape)
-        layers = tuple(replace(layer, kept=int(layer.kept * 1.5)) for layer in guess.layers)
+        asked.append((plan.activation_budget, plan.micro_batch_rows, plan.chunk_tokens))
+        guess = estimate(qwen("qwen2.5-7b"), plan, shape)
+        layers = tuple(replace(layer, kept=3 * layer.kept) for layer in guess.layers)
         return replace(guess, layers=layers, measured=True)
 
     question = ask(device_gib=60, given=config(rows=64))
-    estimated = decide(question).plan.activation_budget
-    decision = decide(question, measure)
-    assert decision.plan.calibrated and asked[0] == estimated
-    assert decision.plan.activation_budget < estimated, "half as much again does not fit where the estimate did"
-    assert all(item.exact for item in decision.plan.items)
+    without, decision = decide(question), decide(question, measure)
+    assert 1 <= len(asked) <= MOST_MEASUREMENTS and len(set(asked)) == len(asked)
+    assert decision.plan.calibrated and all(item.exact for item in decision.plan.items)
+    assert gib(decision.plan, DEVICE) <= 60
+    assert step_s(decision.plan) > step_s(without.plan), "three times as much does not fit where the estimate did"
 
 
 def test_where_nothing_can_be_measured_the_estimate_stands() -> None:
@@ -196,21 +209,17 @@ def test_where_nothing_can_be_measured_the_estimate_stands() -> None:
 BUDGETS = st.floats(min_value=9.0, max_value=200.0)
 
 
-def rank(plan: Plan) -> tuple[int, float]:
-    return (-plan.num_waves, plan.activation_budget)
-
-
-@settings(max_examples=10, deadline=None)
-@given(small=BUDGETS, extra=st.floats(min_value=0.0, max_value=100.0), rows=st.sampled_from([1, 8, 24, 96]))
+@settings(max_examples=5, deadline=None)
+@given(small=BUDGETS, extra=st.floats(min_value=0.0, max_value=100.0), rows=st.sampled_from([1, 8, 24]))
 def test_more_device_memory_never_gives_a_worse_plan(small: float, extra: float, rows: int) -> None:
     less, more = (decide(ask(config(rows=rows), device_gib=g)) for g in (small, small + extra))
     if less.shortfall is None:
         assert more.shortfall is None
-        if less.plan.num_slabs == more.plan.num_slabs:
-            assert rank(more.plan) >= rank(less.plan)
+        worst = 1.0 if is_exact(less.plan) else INEXACT
+        assert step_s(more.plan) <= 1.01 * worst * step_s(less.plan), "a unit more at home may cost its update @device"
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(device=BUDGETS, host=st.floats(min_value=90.0, max_value=300.0), rows=st.integers(1, 64), tokens=st.integers(1, 4096))
 def test_what_is_chosen_fits_and_covers_the_step(device: float, host: float, rows: int, tokens: int) -> None:
     question = ask(config(rows=rows), row_tokens=tokens, device_gib=device, host_gib=host)
@@ -221,14 +230,9 @@ def test_what_is_chosen_fits_and_covers_the_step(device: float, host: float, row
     assert plan.num_waves <= rows // plan.micro_batch_rows
 
 
-def test_every_candidate_is_a_different_plan() -> None:
-    found = list(candidates(ask(config(rows=12))))
-    assert len(found) == len(set(found))
-
-
 def test_a_model_without_a_linear_head_or_attention_can_be_planned() -> None:
     bare = replace(
-        qwen_7b(),
+        qwen("qwen2.5-7b"),
         has_linear_head=False,
         flops=Flops(layer_params=1, head_params=1, attention=()),
         kept=(Kept(eager=1.0, square=0.0, compiled=1.0, largest=1.0),),

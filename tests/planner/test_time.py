@@ -1,8 +1,11 @@
-"""Predicted seconds: upload counts against the engine's own feed, lanes against arithmetic."""
+"""Predicted seconds: upload counts against the engine's own feed, lanes against arithmetic, steps against measured ones."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +16,12 @@ from layerferry.engine.engine import Engine
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.reference import ReferenceKernels
 from layerferry.plan import Plan
+from layerferry.planner.compute import pace, recomputation
 from layerferry.planner.facts import Model
 from layerferry.planner.memory import Shape
-from layerferry.planner.time import compute_share, seconds, uploaded_bytes
+from layerferry.planner.time import seconds, uploaded_bytes
 from layerferry.store.store import Store
-from tests.planner.subjects import machine, skeleton, specs
+from tests.planner.subjects import SHAPES, machine, qwen, skeleton, specs
 
 SHAPE = Shape(row_tokens=8, rows_per_step=4)
 
@@ -49,10 +53,10 @@ def test_lanes_are_work_over_rate() -> None:
     model, there = Model.of(skeleton("llama")), machine()
     plan = Plan(compile=True, activation_budget=0.0, micro_batch_rows=4, rows_per_step=4)
     found = seconds(model, specs(), plan, SHAPE, there)
-    assert found.compute == pytest.approx(model.flops.per_token(8) * 32 / (715e12 * 0.72))
-    assert found.optimizer == pytest.approx(model.num_params * 0.26e-9)
+    assert found.compute >= model.flops.per_token(8) * 32 / 715e12
+    assert found.optimizer == pytest.approx(model.num_params * 0.225e-9)
     assert found.download == pytest.approx(2 * model.num_params / 45e9, rel=0.05), "a tiny model's norms are padded"
-    assert found.overlapped <= found.step <= found.serial
+    assert found.step == pytest.approx(found.compute + found.waits_for_updates + found.waits_for_copies)
 
 
 def test_units_at_home_neither_travel_nor_wait_for_the_cpu() -> None:
@@ -62,15 +66,60 @@ def test_units_at_home_neither_travel_nor_wait_for_the_cpu() -> None:
     assert (found.upload, found.download, found.optimizer, found.exposed) == (0, 0, 0, 0)
 
 
-def test_an_optimizer_longer_than_its_window_is_exposed() -> None:
+def test_an_optimizer_longer_than_its_window_is_waited_for() -> None:
     model, fast = Model.of(skeleton("llama")), machine()
     slow = replace(fast, optimizer_s_per_param=replace(fast.optimizer_s_per_param, value=1.0))
     found = seconds(model, specs(), Plan(), SHAPE, slow)
-    assert found.exposed >= found.optimizer - found.compute and found.limit == "optimizer"
+    assert found.waits_for_updates >= found.optimizer - found.compute and found.limit == "optimizer"
 
 
-def test_less_kept_is_never_faster_than_half_and_eager_never_faster_than_compiled() -> None:
-    shares = [compute_share(Plan(compile=True, activation_budget=b)) for b in (0.0, 0.1, 0.3, 0.5, 0.7)]
-    assert shares == sorted(shares)
+def test_a_cpu_does_one_thing_after_the_other() -> None:
+    found = seconds(Model.of(skeleton("llama")), specs(), Plan(), SHAPE, machine(cpu=True))
+    assert found.step == pytest.approx(found.serial)
+
+
+def test_less_kept_is_never_faster_and_eager_never_faster_than_compiled() -> None:
+    costs = [recomputation(Plan(compile=True, activation_budget=b)) for b in (0.0, 0.1, 0.3, 0.5, 0.7)]
+    assert costs == sorted(costs, reverse=True)
     for budget in (0.0, 1.0):
-        assert compute_share(Plan(activation_budget=budget)) < compute_share(Plan(compile=True, activation_budget=budget))
+        compiled = recomputation(Plan(compile=True, activation_budget=budget))
+        assert recomputation(Plan(activation_budget=budget)) > compiled
+
+
+def test_a_compiled_layer_takes_what_was_measured() -> None:
+    """DESIGN's table: model-TFLOP/s of one Qwen2.5-7B layer, 16 rows of 1,024 tokens; some 600 with 8 rows at 0.7."""
+    model, there = qwen("qwen2.5-7b"), machine()
+    flops = (model.flops.per_token(1024) - 6.0 * model.flops.head_params) / model.num_layers
+    for budget, rows, rate in ((1.0, 16, 624), (0.7, 16, 629), (0.5, 16, 597), (0.3, 16, 565), (0.0, 16, 513), (0.7, 8, 600)):
+        plan = Plan(compile=True, activation_budget=budget, micro_batch_rows=rows, rows_per_step=128)
+        layer = sum(pace(model, plan, Shape(row_tokens=1024, rows_per_step=128), there).layers[0])
+        assert flops * rows * 1024 / layer == pytest.approx(1e12 * rate, rel=0.03), "2 % are the gaps of a whole step"
+
+
+# ---------------------------------------------------------------- measured steps
+
+ROWS = [json.loads(line) for line in (Path(__file__).parents[2] / "benchmarks/results/step.jsonl").read_text().splitlines()]
+BEFORE_THE_MEND = ("7b-waves-carried", "5b7bf6c")
+"""Carried gradients were not yet brought one unit ahead (docs/log.md)."""
+
+
+def measured() -> list[Any]:
+    """Rows of dense models on the machine whose rates are the defaults."""
+    rows = [row for row in ROWS if row["model"] in SHAPES and row["machine"] == "NVIDIA H200, 16 cores"]
+    return [
+        pytest.param(row, id=f"{row['case']}-{row['commit']}") for row in rows if (row["case"], row["commit"]) != BEFORE_THE_MEND
+    ]
+
+
+@pytest.mark.parametrize("row", measured())
+def test_a_measured_step_is_predicted_within_a_tenth(row: dict[str, Any]) -> None:
+    plan = Plan(**{**row["plan"], "on_device": tuple(row["plan"].get("on_device", ()))})
+    shape = Shape(row_tokens=plan.row_tokens, rows_per_step=plan.rows_per_step, fused_head=True)
+    found = seconds(qwen(row["model"], row["layers"]), specs(), plan, shape, machine())
+    assert found.step == pytest.approx(row["step_s"], rel=0.1)
+    if "exposed_optimizer_s" in row:
+        assert found.waits_for_updates == pytest.approx(row["exposed_optimizer_s"], abs=0.01 * row["step_s"])
+
+
+def test_there_are_measured_steps() -> None:
+    assert len(measured()) >= 7

@@ -1,0 +1,90 @@
+"""Waits against closed forms: each test makes one lane the slow one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from layerferry.planner.schedule import Piece, Program, Waits, waits
+
+LAYERS = 6
+FREE = Piece(forward=1.0, backward=2.0, drain=0.0, update=0.0, upload=0.0, bring=0.0, send=0.0, home=False)
+END = replace(FREE, forward=0.0, backward=0.0)
+
+
+def step(layer: Piece = FREE, *, end: Piece = END, **changes: object) -> Waits:
+    base = Program(
+        prologue=end,
+        layers=[layer] * LAYERS,
+        head=end,
+        tied=False,
+        waves=[4.0],
+        num_slots=3,
+        num_slabs=2,
+        resident_gradients=False,
+    )
+    return waits(replace(base, **changes))  # type: ignore[arg-type]
+
+
+def test_free_lanes_are_not_waited_for() -> None:
+    assert step() == Waits(0.0, 0.0)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_home_units_wait_for_nothing(tied: bool) -> None:
+    slow = replace(FREE, update=9.0, upload=9.0, bring=9.0, send=9.0, home=True)
+    assert step(slow, end=slow, tied=tied, waves=[1.0, 1.0]) == Waits(0.0, 0.0)
+
+
+@pytest.mark.parametrize("update", [0.5, 4.0, 7.0])
+def test_updates_are_waited_for_where_the_forward_overtakes_them(update: float) -> None:
+    """Unit k is ready after k + 1 updates, and needed after k forwards of 4 micro-batches."""
+    found = step(replace(FREE, update=update))
+    assert found.updates == pytest.approx(max(0.0, *((k + 1) * update - 4.0 * k for k in range(LAYERS))))
+    assert found.copies == 0.0
+
+
+def test_the_first_unit_waits_for_its_gradient_its_update_and_its_upload() -> None:
+    found = step(end=replace(END, update=3.0, send=2.0, upload=1.0), num_slots=LAYERS)
+    assert found.updates == pytest.approx(2.0 + 3.0 + 1.0)
+
+
+def test_units_at_home_give_the_others_time() -> None:
+    slow = replace(FREE, update=4.0)
+    layers = [replace(slow, home=True)] * 3 + [slow] * 3
+    home_end = replace(END, home=True)
+    assert step(layers=layers, prologue=home_end, head=home_end) == Waits(0.0, 0.0)
+
+
+def test_uploads_slower_than_the_forward_set_its_pace() -> None:
+    """One micro-batch a layer, three seconds an upload, a backward that hides everything: the forward takes L uploads and the
+    last layer's own second; L seconds of it are compute."""
+    found = step(replace(FREE, upload=3.0, backward=100.0), waves=[1.0])
+    assert found.copies == pytest.approx(3.0 * LAYERS + 1.0 - LAYERS)
+
+
+def test_slots_for_every_layer_upload_once() -> None:
+    slow = replace(FREE, upload=3.0)
+    once = step(slow, waves=[1.0, 1.0, 1.0], num_slots=LAYERS)
+    assert once.copies == pytest.approx(3.0 * LAYERS + 1.0 - LAYERS), "in the first forward alone"
+    assert step(slow, waves=[1.0, 1.0, 1.0]).copies > once.copies
+
+
+def test_downloads_slower_than_the_backward_set_its_pace() -> None:
+    """With two slabs, layer k of the backward may leave when layer k - 2 has come down."""
+    found = step(replace(FREE, send=5.0), waves=[1.0])
+    assert found.copies == pytest.approx((LAYERS - 2) * (5.0 - 2.0) - 0.0 + 0.0 - 1.0 * 2.0 + 2.0, abs=3.0)
+
+
+def test_carried_gradients_travel_and_resident_ones_do_not() -> None:
+    slow = replace(FREE, bring=5.0)
+    assert step(slow, waves=[1.0, 1.0]).copies > 0.0
+    assert step(slow, waves=[1.0, 1.0], resident_gradients=True).copies == 0.0
+    assert step(slow, waves=[1.0]).copies == 0.0
+
+
+def test_many_waves_are_like_the_third() -> None:
+    slow = replace(FREE, upload=2.0, bring=3.0, send=1.0)
+    few, more, most = (step(slow, waves=[1.0] * count).copies for count in (8, 9, 10))
+    assert most - more == pytest.approx(more - few) and more > few

@@ -1,0 +1,73 @@
+"""The search against playing everything; its books against the byte table; its time on a deep model."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from layerferry.planner.books import Books
+from layerferry.planner.memory import DEVICE, HOST
+from layerferry.planner.problem import Problem, fits, needs, problem
+from layerferry.planner.search import INEXACT, _base, choices, is_exact, search
+from tests.planner.subjects import config, machine, qwen, specs
+
+
+def ask(name: str = "qwen2.5-7b", rows: int = 4, device_gib: float = 24, **there: float) -> Problem:
+    return problem(qwen(name), specs(), machine(device_gib=device_gib, **there), config(rows=rows), 1024)
+
+
+@pytest.mark.parametrize("device_gib", [12, 30])
+@pytest.mark.parametrize("name", ["qwen2.5-3b", "qwen2.5-7b"])
+def test_bounds_do_not_hide_the_fastest_plan(name: str, device_gib: float) -> None:
+    """Oracle: the seconds of every choice that fits, none left out."""
+    question = ask(name, device_gib=device_gib)
+    question = replace(question, pins=replace(question.pins, micro_batch_rows=1))
+    books, base = Books(question), _base(question)
+    least = float("inf")
+    for choice in choices(question):
+        furnished, short = books.furnished(choice)
+        if not short:
+            plan = furnished.on(base)
+            cost = question.seconds(plan).step
+            assert books.least_seconds(furnished) <= cost * (1 + 1e-9)
+            least = min(least, cost * (1.0 if is_exact(plan) else INEXACT))
+    plan, found = search(question)
+    assert found and plan.seconds is not None
+    assert plan.seconds.step * (1.0 if is_exact(plan) else INEXACT) == pytest.approx(least)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-3b", "qwen2.5-7b"])
+@pytest.mark.parametrize(("device_gib", "host_gib"), [(12, 126), (60, 60), (139, 126)])
+def test_books_are_the_byte_table(name: str, device_gib: float, host_gib: float) -> None:
+    question = ask(name, rows=8, device_gib=device_gib, host_gib=host_gib)
+    books, base = Books(question), _base(question)
+    for choice in list(choices(question))[::97]:
+        furnished, short = books.furnished(choice)
+        plan = question.complete(furnished.on(base))
+        places = needs(plan, question.machine)
+        assert (books.host(furnished), books.device(furnished)) == (places[HOST][0], places[DEVICE][0])
+        assert (short == 0) == fits(question, plan)
+
+
+def test_no_more_units_would_fit_at_home() -> None:
+    question = ask(device_gib=60)
+    books = Books(question)
+    for choice in list(choices(question))[::53]:
+        furnished, short = books.furnished(choice)
+        if not short and furnished.home < len(question.model.units) - 1:
+            assert books.device(furnished._replace(home=furnished.home + 1)) > 60 * 2**30
+
+
+def test_every_choice_is_a_different_one() -> None:
+    found = list(choices(ask(rows=12)))
+    assert len(found) == len(set(found))
+
+
+def test_eighty_layers_are_searched_in_seconds() -> None:
+    """2 s of one core; the bound leaves room for a machine that is busy with other tests."""
+    question = problem(qwen("qwen2.5-7b", 80), specs(), machine(host_gib=400), config(rows=128), 1024)
+    begin = time.process_time()
+    plan, found = search(question)
+    assert found and plan.seconds is not None and time.process_time() - begin < 5.0
