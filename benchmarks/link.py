@@ -19,6 +19,7 @@ from torch import Tensor
 from layerferry.backends import Backend, make
 from layerferry.backends.base import Lane
 
+RATES = {Lane.UPLOAD: "upload_gb_per_s", Lane.DOWNLOAD: "download_gb_per_s"}
 WAYS = {"upload": (Lane.UPLOAD,), "download": (Lane.DOWNLOAD,), "together": (Lane.UPLOAD, Lane.DOWNLOAD)}
 
 
@@ -42,7 +43,7 @@ def row(backend: Backend, way: str, *, chunk_bytes: int, copies: int, repeats: i
     buffers = {lane: (device[lane], host[lane]) if lane is upload else (host[lane], device[lane]) for lane in lanes}
     runs = [seconds(backend, lanes, buffers, copies) for _ in range(repeats + 1)][1:]
     best = [min(samples) for samples in zip(*runs, strict=True)]
-    rates = {f"{lane.value}_gb_per_s": round(chunk_bytes * copies / s / 1e9, 2) for lane, s in zip(lanes, best, strict=True)}
+    rates = {RATES[lane]: round(chunk_bytes * copies / s / 1e9, 2) for lane, s in zip(lanes, best, strict=True)}
     return {"way": way, "pinned": pinned, "chunk_mib": chunk_bytes / 2**20, "copies": copies, **rates}
 
 
