@@ -117,6 +117,7 @@ def config_for(args: argparse.Namespace, folder: str) -> Config:
 def build(args: argparse.Namespace) -> tuple[Engine, int]:
     """The engine, and the growth of the resident set while its store was built."""
     backend = make(args.device)
+    backend.drop_workspaces()  # of an engine before this one
     shape = config_of(args.model, layers=args.layers or None, width=args.width, vocab=args.vocab or None)
     with tempfile.TemporaryDirectory() as folder:
         shape.save_pretrained(folder)
@@ -232,6 +233,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             parts = (engine.skeleton, engine.store, engine.optimizer, engine.backend)
             engine = None
             gc.collect()
+            parts[-1].drop_workspaces()  # cached blocks of another plan's sizes would be in the way
             engine = Engine(*parts, plan_of(variant, parts[-1].name == "cuda"))
             del parts
         else:

@@ -8,7 +8,7 @@ cancels:
 - a layer's ``kept``: allocated after its forward minus before (its output and what was saved; the input was there before);
 - its ``forward_peak`` and ``backward_peak``: the peak minus what was allocated before. Before the backward the kept tensors
   and the incoming gradient are there, as in the sweep;
-- the head's ``head_peak`` the same way, with every token trained: the fullest case;
+- the head's ``head_peak`` the same way, with every token trained: the fullest case; or that of the load-balancing loss;
 - ``workspaces``: what stays allocated once everything is gone (matrix libraries' buffers, which a new process lacks).
 
 Everything runs twice and the second run counts: the first compiles and tunes. Results are cached per user, keyed by whatever
@@ -22,7 +22,7 @@ import gc
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from layerferry.config import cache_folder
 from layerferry.engine.batch import MicroBatch
 from layerferry.engine.compiled import preparer
 from layerferry.engine.feed import Slot
+from layerferry.engine.router_loss import RouterLoss
 from layerferry.engine.tape import SideGradients, Tape
 from layerferry.engine.templates import Templates
 from layerferry.layout import FP32_PLANE, WEIGHT_PLANE, Plane
@@ -100,6 +101,10 @@ def calibrate(skeleton: Skeleton, backend: Backend, plan: Plan, shape: Shape) ->
             firsts = [skeleton.keys.index(key) for key in dict.fromkeys(skeleton.keys)]
             layers = tuple(bench.layer(index, hidden, calls[index]) for index in firsts)
             head_peak, evaluation_peak = bench.head(hidden.detach())
+            router_gradients, router_peak = bench.router_loss()
+            head_peak = max(
+                head_peak, hidden.untyped_storage().nbytes() + router_peak
+            )  # it runs when the head's gradient is there
     finally:
         bench.close()
     del hidden, calls, bench
@@ -111,6 +116,7 @@ def calibrate(skeleton: Skeleton, backend: Backend, plan: Plan, shape: Shape) ->
         layers=layers,
         head_peak=head_peak,
         evaluation_peak=evaluation_peak,
+        router_gradients=router_gradients,
         workspaces=workspaces,
         measured=True,
     )
@@ -131,6 +137,7 @@ class _Bench:
             for kind, units in ((True, layers), (False, ends))
         }
         self._templates = Templates(skeleton, preparer(plan))
+        self._routed: dict[Hashable, list[Tensor]] = {}
         self._micro_batch = _micro_batch(plan, shape, skeleton.vocab_size)
         self._tape = Tape(list(self._slots.values()), rebuild=not plan.compile and plan.activation_budget < 1.0, audit=False)
 
@@ -197,6 +204,7 @@ class _Bench:
         forward()
         backward()
         _, kept, forward_peak = self._peaks(forward)
+        self._routed[self._skeleton.keys[index]] = [torch.randn_like(logits) for logits in self._tape.routed(unit, 0)]
         _, _, backward_peak = self._peaks(backward)
         return LayerBytes(kept=kept, forward_peak=forward_peak, backward_peak=backward_peak)
 
@@ -222,6 +230,16 @@ class _Bench:
         evaluate()
         _, _, evaluation_peak = self._peaks(evaluate)
         return head_peak, evaluation_peak
+
+    def router_loss(self) -> tuple[int, int]:
+        """(gradients that stay, peak) of the load-balancing loss over every layer's logits, which are there already."""
+        loss = RouterLoss.of(self._skeleton.balance, [self._micro_batch])
+        if loss is None:
+            return 0, 0
+        logits = [one for key in self._skeleton.keys for one in self._routed[key]]
+        loss.step(logits, self._micro_batch, 0)
+        _, kept, peak = self._peaks(lambda: loss.step(logits, self._micro_batch, 0))
+        return kept, peak
 
 
 def _micro_batch(plan: Plan, shape: Shape, vocab_size: int) -> MicroBatch:

@@ -81,6 +81,8 @@ class Working:
     layers: tuple[LayerBytes, ...]
     head_peak: int
     evaluation_peak: int
+    router_gradients: int = 0
+    """Of the load-balancing loss by router logits: they wait for the layers' backward."""
     workspaces: int = 0
     measured: bool = False
 
@@ -103,6 +105,7 @@ class Working:
             layers=layers,
             head_peak=scaled(self.head_peak, measured.head_peak, estimated.head_peak),
             evaluation_peak=scaled(self.evaluation_peak, measured.evaluation_peak, estimated.evaluation_peak),
+            router_gradients=scaled(measured.router_gradients, self.prologue_kept, estimated.prologue_kept),
             workspaces=measured.workspaces,
         )
 
@@ -171,7 +174,7 @@ def buffers(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan) -> tuple[I
 
 def activations(model: Model, plan: Plan, shape: Shape, working: Working) -> tuple[Item, ...]:
     total = micro_batches_of_wave(plan, shape)
-    gradients = total * tokens_of(plan, shape) * model.boundary
+    gradients = total * (tokens_of(plan, shape) * model.boundary + working.router_gradients)
     kept = [working.layers[behaviour].kept for behaviour in model.behaviours]
     phases = _phases(model, total, gradients, kept, working, rounded=_rounded_at_home(model, plan))
     if shape.evaluates:

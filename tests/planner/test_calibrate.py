@@ -29,6 +29,8 @@ from layerferry.planner.memory import DEVICE, Shape, items
 from layerferry.store.store import Store
 from tests.planner.subjects import skeleton, specs
 
+BALANCED = {"output_router_logits": True, "num_local_experts": 64, "num_experts_per_tok": 8, "vocab_size": 64}
+"""A load-balancing loss that needs more than the head."""
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "vocab_size": 512}
 
 
@@ -144,6 +146,7 @@ def step_peak(built: Any, backend: CountingBackend, plan: Plan, batches: list[Mi
         ("llama", {"num_waves": 2}, {"tie_word_embeddings": True}),
         ("llama", {"micro_batch_rows": 1}, {"vocab_size": 64, "intermediate_size": 512}),
         ("llama", {"chunk_tokens": 32}, {}),
+        ("mixtral", {"micro_batch_rows": 4}, BALANCED),
         ("gemma3_text", {}, {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16}),
     ],
 )
