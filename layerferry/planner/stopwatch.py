@@ -11,6 +11,9 @@ from collections.abc import Callable
 
 import torch
 
+LEAST_S = 0.05
+"""Spent on each number."""
+
 
 def triad_bytes_per_s(numel: int) -> float:
     """STREAM's triad a = b + s*c in fp32: 12 bytes an element."""
@@ -25,17 +28,18 @@ def copied_bytes_per_s(numel: int) -> float:
 
 
 def matmul_flops_per_s(side: int) -> float:
-    """fp32, which a bf16 model on a CPU comes nearer to than to the rate of its matrix units."""
-    a, b = torch.ones(side, side), torch.ones(side, side)
+    """In bf16, as models are trained unless the user asks for fp32; CPUs differ more in it than in anything else."""
+    a, b = (torch.ones(side, side, dtype=torch.bfloat16) for _ in range(2))
     return 2.0 * side**3 / best_s(lambda: a @ b)
 
 
 def best_s(function: Callable[[], object], runs: int = 5) -> float:
-    """Shortest of a few runs after a first one."""
+    """Shortest of a few runs after a first one; of many where they are short, since other processes come between."""
     function()
-    times = []
-    for _ in range(runs):
-        begin = time.perf_counter()
+    times: list[float] = []
+    begin = time.perf_counter()
+    while len(times) < runs or time.perf_counter() - begin < LEAST_S:
+        start = time.perf_counter()
         function()
-        times.append(time.perf_counter() - begin)
+        times.append(time.perf_counter() - start)
     return min(times)

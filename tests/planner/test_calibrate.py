@@ -199,3 +199,13 @@ def test_packed_rows_are_measured_packed(ledger: Ledger) -> None:
     )
     assert plain.prologue_kept < packed.prologue_kept < isolated.prologue_kept
     assert isolated.prologue_kept - packed.prologue_kept >= 2 * 32 * 32 - 2 * 32 * 8, "a dense mask, instead of one of ones"
+
+
+def test_the_load_balancing_loss_is_measured(ledger: Ledger) -> None:
+    """Its gradients by the logits wait for the layers' backward: layers x tokens x experts in fp32."""
+    built, backend = skeleton("mixtral", fp32=True, **{**SIZES, **BALANCED}), CountingBackend(ledger)
+    plan = Plan(fp32=True, micro_batch_rows=4, rows_per_step=8, chunk_tokens=64)
+    found = calibrate.calibrate(built, backend, plan, Shape(row_tokens=48, rows_per_step=8))
+    gradients = 4 * (4 * 48) * 64 * 4
+    assert gradients <= found.router_gradients <= gradients + 64
+    assert found.head_peak > 4 * 48 * 64 * 4 + 1.5 * gradients, "the loss works on copies of all logits"
