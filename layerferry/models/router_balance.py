@@ -59,7 +59,7 @@ class RouterBalance:
             return None
         balance = cls(model, _router_recorders(model))
         widths = [_num_experts(router) for layer in layers for router, _ in balance._routers(layer)]
-        if not widths:
+        if not widths and not balance.coefficient:
             return None
         balance._refuse_unless_there(widths)
         return balance
@@ -99,7 +99,7 @@ class RouterBalance:
         reason = (
             f"{kind}: output_router_logits asks for a load-balancing loss, and the family's forward adds none; set it to false"
         )
-        if self._base is None or self._head is None:
+        if self._base is None or self._head is None or not widths:
             raise ModelRefused(reason)
         trial = tuple(torch.zeros(2, width) for width in widths)
         try:

@@ -92,7 +92,7 @@ class StubScript:
         elif index == self.num_layers - 1:
             torch.set_grad_enabled(True)  # what ran before is a dummy; the skeleton restores the mode
             hidden = self.injected
-        elif self.probes is not None:
+        if self.probes is not None and index < self.num_layers - 1:
             hidden = torch.full_like(hidden, torch.nan).requires_grad_(torch.is_grad_enabled())
             self.probes.append(hidden)
         self.last_returned = hidden
