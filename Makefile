@@ -3,6 +3,7 @@
 #   make setup      .venv with torch, LayerFerry (editable) and the test tools
 #   make test       lint, types, the CPU suite, and a wheel built from a clean clone
 #   make test-gpu   the GPU suite, on a CUDA machine
+#   make soak       the long form of the reliability tests: about half an hour
 #   make demo       fine-tune a small model and talk to it (outputs/quickstart)
 #
 # Settings: PYTHON, TORCH (requirement), TORCH_INDEX (an index to take torch from, such as pytorch.org's CPU wheels), WORKERS.
@@ -20,7 +21,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 # One thread a worker: the tests are small, and two workers share two cores.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: setup test lint unit wheel test-gpu demo docs
+.PHONY: setup test lint unit wheel test-gpu soak demo docs
 
 setup: $(READY)
 
@@ -47,6 +48,9 @@ wheel: $(READY)
 
 test-gpu: $(READY)
 	$(PY) -m pytest -m gpu tests
+
+soak: $(READY)
+	$(TEST_ENV) $(PY) -m pytest -m soak -s -n 0 --durations 10 tests/checkpoint tests/reliability
 
 demo: $(READY)
 	recipes/quickstart/demo.sh

@@ -134,6 +134,10 @@ class TrainConfig:
     """False (LLaMA-Factory's disable_gradient_checkpointing): keep every activation."""
     max_skipped_steps: int = 10
     """Steps in a row whose loss or gradient norm may be not finite before the run stops."""
+    detect_anomaly: bool = False
+    """Name the first unit whose output or gradient is not finite, and stop; every look waits for the device."""
+    verify_memory: bool = False
+    """Sum the host planes between steps, to find bad memory; two more passes over them."""
     watchdog_minutes: float = 30.0
     """A run in which some lane has to move and does not for so long is ended; 0: never."""
     fp32: bool = False

@@ -7,6 +7,7 @@ serves every model, device, objective and plan.
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -82,16 +83,24 @@ class Engine:
         seed: int = 42,
         folder: ModelFolder | None = None,
     ) -> None:
-        self.skeleton, self.store, self.optimizer, self.backend, self.plan = skeleton, store, optimizer, backend, plan
+        self.skeleton, self.store, self.optimizer, self.backend = skeleton, store, optimizer, backend
         self._folder = folder
         self.max_grad_norm = 1.0
         self.num_steps = 0
         """Optimizer steps taken (deferred ones included)."""
+        self.tape_type = Tape
+        """What records the waves; ``anomaly.WatchfulTape`` names the first unit that is not finite."""
         self._seed = seed
         self._default_objective = CrossEntropy()
-        sizes = device_sizes(store.units, plan, store.specs)
         self.clock = Clock(backend)
         self.deferred = DeferredSteps(store, optimizer, backend, self.clock, threads=plan.optimizer_threads)
+        self._allocate(plan)
+
+    def _allocate(self, plan: Plan) -> None:
+        """Slots, slabs and templates for ``plan``."""
+        self.plan = plan
+        skeleton, store, backend = self.skeleton, self.store, self.backend
+        sizes = device_sizes(store.units, plan, store.specs)
         slots = slot_pools(store, sizes, backend)
         self.feed = Feed(backend, self.clock, store, self.deferred, slots)
         self.drain = Drain(backend, self.clock, store, slab_pools(store, sizes, backend, resident=plan.resident_gradients))
@@ -101,6 +110,20 @@ class Engine:
         )
         self._rebuilds = not plan.compile and plan.activation_budget < 1.0
         self._audited = False
+
+    def replan(self, plan: Plan) -> None:
+        """Go on under another plan whose planes lie where they lie now: old buffers are freed before new ones are asked for.
+
+        Also after a step that has failed: such a step has updated nothing. TRAP: not inside the handler that caught the error,
+        whose traceback keeps the old buffers alive (tests/engine/test_replan.py).
+        """
+        assert plan.on_device == self.plan.on_device and plan.fp32 == self.plan.fp32, "planes do not move"
+        self.settle()
+        self.backend.synchronize()
+        del self.feed, self.drain, self._sweep, self._slots
+        gc.collect()
+        self.backend.drop_workspaces()
+        self._allocate(plan)
 
     # ---------------------------------------------------------------- training
 
@@ -133,7 +156,7 @@ class Engine:
                 objective=objective,
                 denominator=denominator,
                 step_seed=seed_of(self._seed, self.num_steps),
-                tape=Tape(self._slots, rebuild=self._rebuilds, audit=not self._audited),
+                tape=self.tape_type(self._slots, rebuild=self._rebuilds, audit=not self._audited),
                 carry=number > 0,
                 router_loss=router_loss,
             )

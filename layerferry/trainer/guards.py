@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from layerferry.data import StepBatch
+from layerferry.engine.anomaly import NonFinite
 from layerferry.engine.engine import StepReport
 from layerferry.errors import LayerFerryError
 from layerferry.trainer.history import write_json
@@ -86,6 +89,15 @@ class SpikeGuard:
         self._variance = (1 - share) * (self._variance + share * difference * difference)
         self._steps += 1
         return False
+
+
+@contextmanager
+def named_rows(batch: StepBatch) -> Iterator[None]:
+    """What ``detect_anomaly`` finds inside is told with the batch's rows."""
+    try:
+        yield
+    except NonFinite as error:
+        raise LayerFerryError(f"detect_anomaly: {error}; rows {shown(batch.sample_ids)}") from error
 
 
 def shown(sample_ids: list[int]) -> str:

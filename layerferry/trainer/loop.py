@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from layerferry.config import Config
 from layerferry.data import Cursor, DataSets, Prefetch, Sampler, StepBatch, step_batches
 from layerferry.engine.engine import Engine, StepReport
@@ -24,7 +26,7 @@ from layerferry.optim.schedule import Schedule
 from layerferry.trainer.cadence import Cadence
 from layerferry.trainer.checkpoints import Checkpoints
 from layerferry.trainer.evaluation import evaluate
-from layerferry.trainer.guards import SkipGuard, SpikeGuard
+from layerferry.trainer.guards import SkipGuard, SpikeGuard, named_rows
 from layerferry.trainer.history import Entry, History
 from layerferry.trainer.interrupts import Interrupts
 from layerferry.trainer.meter import Meter, Work, model_flops
@@ -63,6 +65,8 @@ class Loop:
     """Step and metrics of the newest evaluation."""
     waits_for: str | None = None
     """The lane that this thread waits for now."""
+    retreat: Callable[[int], None] | None = None
+    """Gives the engine a smaller plan after so many steps, or raises; None: out of device memory is the end."""
 
     def __post_init__(self) -> None:
         train = self.config.train
@@ -72,31 +76,44 @@ class Loop:
 
     def run(self) -> dict[str, float]:
         """Take every step; return Hugging Face's training metrics."""
-        source = step_batches(self.data.train, self.sampler, self.cursor, self.engine.plan.micro_batch_rows, self.data.pad_id)
         self.history.restart_clock()
         patience_s = 60 * self.config.train.watchdog_minutes
-        with Interrupts() as interrupts, Watchdog(self.lanes(), patience_s), Prefetch(source) as batches:
+        with Interrupts() as interrupts, Watchdog(self.lanes(), patience_s):
             try:
-                while self.totals.step < self.cadence.total_steps:
-                    self._one(batches)
-                    if interrupts.received is not None and self.totals.step < self.cadence.total_steps:
-                        raise interrupts.error(self._leave())
+                while not self._steps(interrupts):
+                    assert self.retreat is not None
+                    self.retreat(self.totals.step - self._first_step)
                 return self._finish(self.sampler.epochs_done(self.cursor))
             finally:
                 self.checkpoints.report(wait=True)  # also where the run ends in an error: the state before it is not lost
+
+    def _steps(self, interrupts: Interrupts) -> bool:
+        """Take the steps that are left; False: a step has run out of device memory, and has updated nothing."""
+        source = step_batches(self.data.train, self.sampler, self.cursor, self.engine.plan.micro_batch_rows, self.data.pad_id)
+        with Prefetch(source) as batches:
+            while self.totals.step < self.cadence.total_steps:
+                try:
+                    self._one(batches)
+                except torch.OutOfMemoryError:
+                    if self.retreat is None:
+                        raise
+                    return False  # the handler is left before anything is allocated: its traceback holds the old buffers
+                if interrupts.received is not None and self.totals.step < self.cadence.total_steps:
+                    raise interrupts.error(self._leave())
+        return True
 
     def _one(self, batches: Prefetch[StepBatch]) -> None:
         begin = time.monotonic()
         with self._waiting("data loader"):
             batch = next(batches)
         lr = self.schedule.lr_at(self.totals.step + 1)
-        with self._waiting("device"), self.recorder.recording(self.totals.step + 1):
+        with self._waiting("device"), self.recorder.recording(self.totals.step + 1), named_rows(batch):
             report = self.engine.step(batch.micro_batches, lr=lr)
         self.checkpoints.report(wait=False)
         self.cursor = batch.cursor
         if report.skipped:
             self._skips.skipped(batch, report)
-            return
+            return  # neither step number nor schedule advances
         self._skips.passed()
         self._spikes.look(batch, report, self.totals.step + 1)
         totals = self.totals

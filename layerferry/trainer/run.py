@@ -24,10 +24,14 @@ from layerferry.checkpoint.lock import FolderLock
 from layerferry.checkpoint.save import Saver
 from layerferry.config import Config
 from layerferry.data import DataSets, Sampler, build, tokenizer
+from layerferry.engine.anomaly import WatchfulTape
 from layerferry.engine.engine import Engine
 from layerferry.errors import ConfigError
 from layerferry.models.build import read_config
+from layerferry.optim.adamw import AdamW
+from layerferry.optim.base import Optimizer
 from layerferry.optim.schedule import schedule_of
+from layerferry.optim.verified import VerifiedOptimizer
 from layerferry.planner.facts import Model
 from layerferry.planner.machine import machine_for
 from layerferry.planner.problem import problem
@@ -43,6 +47,7 @@ from layerferry.trainer.plots import plot_history
 from layerferry.trainer.progress import progress
 from layerferry.trainer.reporters import open_reporters, tracker_names
 from layerferry.trainer.resume import Start, find_start
+from layerferry.trainer.retreat import retreat
 from layerferry.trainer.state import RunState, changes, check_data, data_facts, settings_of
 from layerferry.trainer.timeline import StepRecorder
 
@@ -79,12 +84,15 @@ def train(config: Config) -> None:
             config=config,
             backend=backend,
             row_tokens=row_tokens,
+            optimizer=optimizer_of(config),
             num_tokens=len(loaded.tokenizer),
             weights=None if start is None else start.folder,
         )
         stack.callback(engine.close)
         if start is not None:
             start.restore(engine)
+        if config.train.detect_anomaly:
+            engine.tape_type = WatchfulTape
         question = problem(Model.of(engine.skeleton), engine.store.specs, machine, config, row_tokens)
         logger.info("%s", render(engine.plan, question))
         _say_what_comes(config, data, sampler, total_steps)
@@ -110,6 +118,7 @@ def train(config: Config) -> None:
             cursor=state.cursor,
             totals=replace(state.totals),
             last_eval=state.last_eval,
+            retreat=lambda steps_done: retreat(engine, question, steps_done=steps_done),
             checkpoints=Checkpoints(saver, side_files(engine, loaded.tokenizer)),
             reporters=reporters,
             progress=stack.enter_context(progress(plain=config.train.disable_tqdm)),
@@ -118,6 +127,12 @@ def train(config: Config) -> None:
             flops_per_token=question.model.flops.per_token,
         )
         run(loop, folder)
+
+
+def optimizer_of(config: Config) -> Optimizer:
+    """AdamW, watched over where ``verify_memory`` asks for it."""
+    optimizer = AdamW.of(config.optim)
+    return VerifiedOptimizer(optimizer) if config.train.verify_memory else optimizer
 
 
 def check_start(start: Start, config: Config, data: DataSets, sampler: Sampler, total_steps: int) -> None:

@@ -1,0 +1,59 @@
+"""A tape that looks at everything: the first unit whose output or gradient is not finite is named, at once.
+
+``detect_anomaly: true`` puts it in the plain tape's place. Each look waits for the device, so a step is slower; nothing is
+computed otherwise. What happens in the two ends, outside the layers, shows at their borders: the first layer's input, the
+gradient that the last layer is given. Checked by ``tests/engine/test_anomaly.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from layerferry.engine.tape import SideGradients, Tape
+from layerferry.errors import LayerFerryError
+from layerferry.layout import Plane
+from layerferry.models.stack import LayerCall
+from layerferry.models.template import Template
+from layerferry.units import Unit
+
+
+class NonFinite(LayerFerryError):
+    """Something is infinite or not a number; the step has updated nothing."""
+
+
+class WatchfulTape(Tape):
+    """A ``Tape`` that raises ``NonFinite``."""
+
+    def forward(self, unit: Unit, micro_batch: int, template: Template, hidden: Tensor, call: LayerCall) -> Tensor:
+        where = f"micro-batch {micro_batch}"
+        _look(hidden, f"the input of {unit.name} (it comes from the embedding)", where)
+        output = super().forward(unit, micro_batch, template, hidden, call)
+        _look(output, f"the output of {unit.name}", where)
+        return output
+
+    def backward(
+        self,
+        unit: Unit,
+        micro_batch: int,
+        template: Template,
+        gradients: Sequence[Tensor],
+        accumulator: Plane,
+        sides: SideGradients,
+    ) -> Tensor:
+        where = f"micro-batch {micro_batch}"
+        _look(gradients[0], f"the gradient of the output of {unit.name} (it comes from the head)", where)
+        found = super().backward(unit, micro_batch, template, gradients, accumulator, sides)
+        for entry in unit.layout.entries:
+            _look(accumulator.view(entry), f"the gradient of {unit.names[entry.name]}", where)
+        _look(found, f"the gradient of the input of {unit.name}", where)
+        return found
+
+
+def _look(values: Tensor, what: str, where: str) -> None:
+    finite = torch.isfinite(values)
+    if not bool(finite.all()):
+        count = int((~finite).sum())
+        raise NonFinite(f"{what} is not finite: {count} of {values.numel()} values, {where}")

@@ -1,0 +1,67 @@
+"""Out of device memory in the first steps: the same run under the next smaller plan.
+
+A plan's activations may be an estimate, other processes come and go, and libraries take workspaces that nobody has counted. A
+step that fails for want of device memory has updated nothing, so the planes, which are the run, stay where they are;
+buffers and templates are made anew for a plan that keeps less, and the step is taken again. Places of planes do not change.
+Later than ``MOST_STEPS`` it is no matter of the plan, and the error says so. Checked by ``tests/trainer/test_retreat.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+from layerferry.engine.engine import Engine
+from layerferry.errors import PlanError
+from layerferry.plan import GIB, Plan
+from layerferry.planner.problem import Problem
+
+logger = logging.getLogger("layerferry.trainer")
+
+BUDGETS = (0.7, 0.5, 0.3, 0.1, 0.0)
+CHANGING = ("micro_batch_rows", "activation_budget", "chunk_tokens", "num_slots", "num_slabs", "num_waves")
+MOST_STEPS = 3
+"""Steps of this process after which an allocation that fails is no longer the plan's fault."""
+WORTH_TRYING = 0.95
+"""A smaller plan is one that is predicted to need at most this share."""
+
+
+def smaller(question: Problem, plan: Plan) -> Plan | None:
+    """The fastest neighbour of ``plan`` that needs clearly less @device; None: there is none."""
+    most = WORTH_TRYING * plan.total("@device")
+    found = [candidate for one in _neighbours(plan) if (candidate := question.complete(one)).total("@device") <= most]
+    return min(found, key=lambda one: one.seconds.step if one.seconds else 0.0, default=None)
+
+
+def _neighbours(plan: Plan) -> Iterator[Plan]:
+    """Fewer rows at a time, fewer activations kept, smaller pieces of the logits, fewer buffers; more waves where their sums are
+    carried in fp32."""
+    rows = [rows for rows in range(1, plan.micro_batch_rows) if plan.micro_batch_rows % rows == 0]
+    budgets = [budget for budget in BUDGETS if budget < plan.activation_budget] if plan.compile else [0.0]
+    waves = plan.num_waves * 2 if plan.num_waves * plan.micro_batch_rows * 2 <= plan.rows_per_step else plan.num_waves
+    yield from (replace(plan, micro_batch_rows=one) for one in rows)
+    yield from (replace(plan, activation_budget=one) for one in budgets if one < plan.activation_budget)
+    yield from (replace(plan, chunk_tokens=one) for one in (2048, 1024, 512, 256) if one < plan.chunk_tokens)
+    yield from (replace(plan, num_slots=one, num_slabs=min(plan.num_slabs, 2)) for one in (3, 2) if one < plan.num_slots)
+    for one in rows:
+        yield from (replace(plan, micro_batch_rows=one, activation_budget=budget) for budget in budgets)
+    if waves > plan.num_waves and (plan.fp32 or plan.carry_fp32 or plan.resident_gradients):
+        yield from (replace(plan, num_waves=waves, activation_budget=one) for one in (plan.activation_budget, *budgets))
+
+
+def retreat(engine: Engine, question: Problem, *, steps_done: int) -> None:
+    """Give ``engine`` the next smaller plan. Raises ``PlanError`` where there is none, or it is too late."""
+    before = engine.plan
+    plan = smaller(question, before) if steps_done < MOST_STEPS else None
+    if plan is None:
+        raise PlanError(
+            f"out of device memory after {steps_done} steps with {before.total('@device') / GIB:.1f} GiB planned: another "
+            "process may have taken some of it; set device_memory, micro_batch_rows or activation_budget lower, and resume"
+        )
+    changes = [f"{name} {old} -> {new}" for name in CHANGING if (old := getattr(before, name)) != (new := getattr(plan, name))]
+    logger.warning(
+        "out of device memory: the step is taken again under a smaller plan (%s: %.2f GiB @device, not %.2f); nothing is lost",
+        *(", ".join(changes), plan.total("@device") / GIB, before.total("@device") / GIB),
+    )
+    engine.replan(plan)

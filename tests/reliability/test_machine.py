@@ -1,0 +1,176 @@
+"""A random life of a run: trained, stopped, killed inside a save, its disk filled, its files damaged, its plan changed.
+
+The model is the run that was left alone. Every checkpoint that is whole must equal, byte for byte, the one that this run had
+at that step; damage must be found before a step, and the offer that the message makes must be taken up; and
+whatever came before, the run that is at last left alone must end in the same bytes. Short here; long in ``make soak``.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+import signal
+import tempfile
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from layerferry.checkpoint.folders import PARTIAL, checkpoints
+from layerferry.checkpoint.manifest import Manifest
+from layerferry.checkpoint.save import Saver
+from layerferry.errors import CheckpointError, Interrupted
+from layerferry.trainer import loop, run, train
+from layerferry.trainer.interrupts import Interrupts
+from tests.checkpoint.faults import BreakingFiles, Killed, QuickFiles
+from tests.checkpoint.test_damage import KINDS, damage
+from tests.reliability.runs import ENGINES, assert_same_folder, make_config, prepare
+
+STEPS = 6
+RUN: dict[str, Any] = {"max_steps": STEPS, "save_steps": 1, "logging_steps": 2}
+
+counts: Counter[str] = Counter()
+
+
+class SignalAfter(Interrupts):
+    """SIGTERM, seen after so many steps."""
+
+    polls = 0
+
+    @property  # type: ignore[override]
+    def received(self) -> int | None:
+        type(self).polls -= 1
+        return signal.SIGTERM if type(self).polls < 0 else None
+
+    @received.setter
+    def received(self, value: int | None) -> None: ...
+
+
+class Life(RuleBasedStateMachine):
+    base: Path
+    whole: Path
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work = Path(tempfile.mkdtemp(prefix="life-", dir=self.base))
+        self.output = self.work / "whole"
+        self.damaged: set[str] = set()
+
+    def teardown(self) -> None:
+        try:
+            self._train(QuickFiles(), "resident", keep=None)
+            assert_same_folder(self.output, self.whole)
+            counts["lives"] += 1
+        finally:
+            shutil.rmtree(self.work)
+
+    def _train(self, files: QuickFiles, engine: str, keep: int | None, *, after: int | None = None) -> str:
+        """Run until it ends, is stopped or killed; takes up every offer that an error makes."""
+        wish: dict[str, Any] = {}
+        SignalAfter.polls = 10**6 if after is None else after
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run, "Saver", partial(Saver, files=files))
+            patch.setattr(loop, "Interrupts", SignalAfter)
+            for _ in range(2 * STEPS):
+                try:
+                    train(make_config(self.base, self.output, engine=engine, save_total_limit=keep, **RUN, **wish))
+                    return "ended"
+                except Interrupted:
+                    return "stopped"
+                except Killed:
+                    return "killed"
+                except CheckpointError as error:
+                    counts["faults found before a step"] += 1
+                    offer = re.search(r"set resume_from_checkpoint: (\S+)$", str(error))
+                    wish = {"resume_from_checkpoint": offer[1]} if offer else {"overwrite_output_dir": True}
+                    counts["offers taken" if offer else "started anew"] += 1
+        raise AssertionError("no offer led on")
+
+    @rule(engine=st.sampled_from([*ENGINES]), after=st.integers(0, 3), keep=st.sampled_from([None, 1, 2]))
+    def stop(self, engine: str, after: int, keep: int | None) -> None:
+        counts[self._train(QuickFiles(), engine, keep, after=after)] += 1
+
+    @rule(
+        engine=st.sampled_from([*ENGINES]),
+        at=st.integers(0, 330),
+        kind=st.sampled_from(["kill", "torn", "cut"]),
+        keep=st.sampled_from([None, 1, 2]),
+    )
+    def kill(self, engine: str, at: int, kind: str, keep: int | None) -> None:
+        counts[self._train(BreakingFiles(at, kind), engine, keep)] += 1
+
+    @rule(at=st.integers(0, 250), code=st.sampled_from([errno.ENOSPC, errno.EIO]), lasting=st.booleans(), after=st.integers(1, 3))
+    def break_the_disk(self, at: int, code: int, lasting: bool, after: int) -> None:
+        counts["disks broken"] += 1
+        self._train(BreakingFiles(at, code, lasting=lasting), "streamed", None, after=after)
+
+    @precondition(lambda self: bool(checkpoints(self.output)))
+    @rule(which=st.integers(0, 5), file=st.integers(0, 30), kind=st.sampled_from(KINDS))
+    def corrupt(self, which: int, file: int, kind: str) -> None:
+        folders = checkpoints(self.output)
+        folder = folders[which % len(folders)]
+        files = sorted(folder.iterdir())
+        if files:
+            damage(files[file % len(files)], kind)
+            counts["files damaged"] += 1
+
+    @precondition(lambda self: bool(checkpoints(self.output)))
+    @rule(which=st.integers(0, 5))
+    def lose(self, which: int) -> None:
+        folders = checkpoints(self.output)
+        shutil.rmtree(folders[which % len(folders)])
+        counts["checkpoints lost"] += 1
+
+    @invariant()
+    def whole_checkpoints_are_right(self) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            for folder in checkpoints(self.output):
+                try:
+                    Manifest.read(folder).check(folder, pool)
+                except CheckpointError:
+                    continue
+                assert_same_folder(folder, self.whole / folder.name)
+                counts["checkpoints compared"] += 1
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = prepare(tmp_path_factory.mktemp("base"))
+    train(make_config(base, base / "whole", **RUN))
+    return base
+
+
+def live(base: Path, *, lives: int, rules: int) -> None:
+    Life.base, Life.whole = base, base / "whole"
+    counts.clear()
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        Life,
+        settings=settings(
+            max_examples=lives,
+            stateful_step_count=rules,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    assert not [path for path in base.iterdir() if path.name.startswith(PARTIAL)]
+    print(dict(counts))
+
+
+def test_lives(base: Path) -> None:
+    live(base, lives=5, rules=5)
+    assert counts["lives"] >= 5 and counts["checkpoints compared"] > 20
+
+
+@pytest.mark.soak
+def test_many_lives(base: Path) -> None:
+    live(base, lives=150, rules=12)
+    assert min(counts[name] for name in ("killed", "stopped", "disks broken", "files damaged", "offers taken")) > 50
