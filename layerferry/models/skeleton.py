@@ -40,17 +40,15 @@ _LONGEST_TUPLE = 3
 """Layers return a tensor or a tuple of up to so many things (bamba 2, rwkv 3)."""
 
 
-class _HeadStub(nn.Module):
-    """Stands where the output embedding stood while only its input is wanted."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        raise _HeadReached(hidden)
-
-
 class _HeadReached(Exception):
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
         self.hidden = hidden
+
+
+def _stop_at_head(hidden: Tensor) -> Tensor:
+    """Stands where the output embedding stood while only its input is wanted."""
+    raise _HeadReached(hidden)
 
 
 class Skeleton:
@@ -335,9 +333,8 @@ class Skeleton:
     def before_head(self, hidden: Tensor) -> Tensor:
         """What the linear head is given for hidden states [C, D]: [C, D], after the final norm."""
         assert self._head_parts is not None
-        head, stub = self._head_parts[0], _HeadStub()
         grad = torch.is_grad_enabled()
-        with self._in_place_of_head(head, stub):
+        with self._in_place_of_head(self._head_parts[0], _stop_at_head):
             try:
                 self._epilogue(hidden.unsqueeze(1))
             except _HeadReached as reached:
@@ -346,10 +343,17 @@ class Skeleton:
                 torch.set_grad_enabled(grad)
         raise AssertionError("the epilogue did not reach the head")
 
+    def after_head(self, output: Tensor) -> Tensor:
+        """What the family makes of the linear head's output [C, V]: logits [C, V], after scales and caps."""
+        assert self._head_parts is not None
+        hidden = torch.zeros(len(output), 1, self.hidden_size, dtype=output.dtype, device=output.device)
+        with self._in_place_of_head(self._head_parts[0], lambda _: output.unsqueeze(1)):
+            return self._epilogue(hidden).squeeze(1)
+
     @contextmanager
-    def _in_place_of_head(self, head: nn.Module, stub: nn.Module) -> Iterator[None]:
+    def _in_place_of_head(self, head: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> Iterator[None]:
         forward = head.forward
-        head.forward = stub.forward
+        head.forward = stand_in
         try:
             yield
         finally:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerferry.engine.batch import MicroBatch
+from layerferry.models.skeleton import Skeleton
 from layerferry.objectives.base import Head, Targets
 from layerferry.objectives.custom import OnLogits
 from layerferry.objectives.fused_linear import FusedLinear
@@ -25,7 +26,7 @@ class CrossEntropy:
     def __init__(self, *, fused: bool | None = None) -> None:
         self._wants_fused = fused
         self._fused: FusedLinear | None = None
-        self._checked = False
+        self._fused_of: Skeleton | None = None  # the model that was asked for a fused form
         self._reference = OnLogits(_summed)
 
     def denominator(self, micro_batches: Sequence[MicroBatch]) -> float:
@@ -41,8 +42,8 @@ class CrossEntropy:
         if not len(targets):
             return torch.zeros((), device=hidden.device), gradient.view_as(hidden)
         chosen = flat.index_select(0, targets.rows)
-        if not self._checked:
-            self._fused, self._checked = FusedLinear.of(head, chosen), True
+        if self._fused_of is not head.skeleton:
+            self._fused, self._fused_of = FusedLinear.of(head, chosen), head.skeleton
         if self._fused is None:
             return self._reference.step(head, hidden, micro_batch, denominator)
         loss, found = self._fused.step(head, chosen, targets.labels, denominator)

@@ -5,8 +5,9 @@ chunk's logits gives the loss and the gradient in the same buffer's place; then 
 accumulated in fp32. (The idea of Liger-Kernel's fused linear cross entropy, arXiv 2410.10989; measured there and here, the
 gain is in never keeping the logits.)
 
-``FusedLinear.of`` proves, on the bound weights and a few real hidden states, that the family's epilogue is such a head;
-anything else keeps the reference. Checked against it in ``tests/objectives/test_fused_linear.py``.
+``FusedLinear.of`` proves, on the bound weights and a few real hidden states, that the family's epilogue is such a head, and on
+outputs far larger than those, which scale and cap it has; anything else keeps the reference. Checked against it in
+``tests/objectives/test_fused_linear.py``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from torch import Tensor
 from layerferry.objectives.base import Head
 
 _PROBE_TOKENS = 16
+_WIDEST = 128.0
+"""Outputs of the head up to this size are tried: those of a new model are so small that a soft-cap does not show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +51,11 @@ class FusedLinear:
             expected = head.logits(sample).float()
             weight, bias = head.skeleton.head_weight()
             plain = F.linear(head.skeleton.before_head(sample), weight, bias)
+            # TRAP: small outputs pass any soft-cap (tests/objectives/test_fused_linear.py)
+            wide = torch.linspace(-_WIDEST, _WIDEST, plain.numel(), device=plain.device).to(plain.dtype).view_as(plain)
+            pairs = [(plain, expected), (wide, head.skeleton.after_head(wide).float())]
             for shape in _candidates(head.skeleton.config):
-                found = _shaped(plain.float(), shape)
-                tolerance = 2 * torch.finfo(plain.dtype).eps * expected.abs().max()  # each step rounds once in the model's dtype
-                if bool(((found - expected).abs() <= tolerance).all()):
+                if all(_agree(_shaped(output.float(), shape), logits, plain.dtype) for output, logits in pairs):
                     return cls(shape, compiled=hidden.is_cuda)
         return None
 
@@ -78,6 +82,12 @@ class FusedLinear:
                 head.accumulator.view(bias_entry).add_(slope.sum(0, dtype=torch.float32))
             del slope  # two buffers of C x V at the most are alive
         return total, head.backward(normed, leaf, gradient)
+
+
+def _agree(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Equal but for the roundings of a few steps, one each, in ``dtype``."""
+    tolerance = 2 * torch.finfo(dtype).eps * expected.abs().max()
+    return bool(((found - expected).abs() <= tolerance).all())
 
 
 def _candidates(config: Any) -> list[Shape]:

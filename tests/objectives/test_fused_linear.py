@@ -15,10 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from layerferry.layout import WEIGHT
 from layerferry.objectives.base import Head, Targets
 from layerferry.objectives.cross_entropy import CrossEntropy
 from layerferry.objectives.fused_linear import FusedLinear, Shape
-from tests.conformance.harness import masked
+from layerferry.plan import Plan
+from tests.conformance.families import BY_TYPE, tiny_config
+from tests.conformance.harness import make_engine, masked, real_model
 from tests.objectives.heads import HEADS, VOCABULARY, WIDTH, batch, collected, head_of, hidden_states
 
 BOUND = (max(VOCABULARY, WIDTH) + 8) * 2.0**-24
@@ -84,6 +87,29 @@ def test_the_shape_of_a_head_is_found_by_number(name: str, shape: Shape) -> None
     engine.close()
 
 
+def test_a_cap_is_found_where_logits_are_too_small_to_show_it() -> None:
+    """bf16 and weights as they are initialised: 30 * tanh(x / 30) is x within rounding for every logit."""
+    model = real_model(tiny_config(BY_TYPE["gemma2"], num_hidden_layers=1, final_logit_softcapping=30.0))
+    engine = make_engine(model, Plan(num_slots=2))
+    unit = engine.skeleton.epilogue_unit
+    head = Head(engine.skeleton, engine.skeleton.bind(unit, engine.store.plane(unit, WEIGHT)), None, 4096)
+    hidden = hidden_states().reshape(-1, WIDTH).bfloat16()
+    logits = head.logits(hidden)
+    assert logits.abs().max() < 2  # off by less than 2**3 / (3 * 30**2), half a rounding of the largest
+    fused = FusedLinear.of(head, hidden)
+    assert fused is not None and fused.shape == Shape(cap=30.0)
+    engine.close()
+
+
+def test_one_objective_serves_models_with_other_heads() -> None:
+    objective = CrossEntropy(fused=True)
+    for name, shape in (("plain", Shape()), ("scaled", Shape(scale=0.0625)), ("plain", Shape())):
+        _, engine, head = head_of(name)
+        objective.step(head, hidden_states(), batch(), 17.0)
+        assert objective._fused is not None and objective._fused.shape == shape
+        engine.close()
+
+
 def test_a_head_that_is_something_else_keeps_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     _, engine, head = head_of("plain")
     own = type(engine.skeleton).logits
@@ -105,7 +131,7 @@ def test_nothing_to_train_is_zero_without_a_crash() -> None:
 @pytest.mark.parametrize("name", HEADS)
 def test_fused_and_reference_train_alike(name: str) -> None:
     """The same step through the engine: every gradient of every unit within the rounding of the head's sums."""
-    from tests.conformance.harness import gradients, make_engine, micro_batches
+    from tests.conformance.harness import gradients, micro_batches
 
     model, engine, _ = head_of(name)
     engine.close()
