@@ -1,17 +1,19 @@
 """A tape that looks at everything: the first unit whose output or gradient is not finite is named, at once.
 
 ``detect_anomaly: true`` puts it in the plain tape's place. Each look waits for the device, so a step is slower; nothing is
-computed otherwise. What happens in the two ends, outside the layers, shows at their borders: the first layer's input, the
-gradient that the last layer is given. Checked by ``tests/engine/test_anomaly.py``.
+computed otherwise. What happens in the two ends, outside the layers, shows at their borders (the first layer's input, the
+gradient that the last layer is given) or in the norms of their gradients (``check_norms``). Checked by ``tests/engine/test_anomaly.py``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from layerferry.engine.engine import Engine
 from layerferry.engine.tape import SideGradients, Tape
 from layerferry.errors import LayerFerryError
 from layerferry.layout import Plane
@@ -50,6 +52,15 @@ class WatchfulTape(Tape):
             _look(accumulator.view(entry), f"the gradient of {unit.names[entry.name]}", where)
         _look(found, f"the gradient of the input of {unit.name}", where)
         return found
+
+
+def check_norms(engine: Engine, loss: float) -> None:
+    """Behind a step that was not finite and in which no layer was to blame: the end whose gradient is not, or the loss."""
+    for unit in engine.store.units:
+        norm = float(engine.drain.norms[unit.index])
+        if not math.isfinite(norm):
+            raise NonFinite(f"the gradient of {unit.name} is not finite: its norm is {norm:g}")
+    raise NonFinite(f"the loss is not finite ({loss:g}), or the norms' sum overflows")
 
 
 def _look(values: Tensor, what: str, where: str) -> None:

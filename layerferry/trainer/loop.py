@@ -21,6 +21,7 @@ import torch
 
 from layerferry.config import Config
 from layerferry.data import Cursor, DataSets, Prefetch, Sampler, StepBatch, step_batches
+from layerferry.engine.anomaly import check_norms
 from layerferry.engine.engine import Engine, StepReport
 from layerferry.optim.schedule import Schedule
 from layerferry.trainer.cadence import Cadence
@@ -109,6 +110,8 @@ class Loop:
         lr = self.schedule.lr_at(self.totals.step + 1)
         with self._waiting("device"), self.recorder.recording(self.totals.step + 1), named_rows(batch):
             report = self.engine.step(batch.micro_batches, lr=lr)
+            if report.skipped and report.num_targets and self.config.train.detect_anomaly:
+                check_norms(self.engine, report.loss)
         self.checkpoints.report(wait=False)
         self.cursor = batch.cursor
         if report.skipped:

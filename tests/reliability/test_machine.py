@@ -166,11 +166,11 @@ def live(base: Path, *, lives: int, rules: int) -> None:
 
 
 def test_lives(base: Path) -> None:
-    live(base, lives=5, rules=5)
-    assert counts["lives"] >= 5 and counts["checkpoints compared"] > 20
+    live(base, lives=4, rules=5)
+    assert counts["lives"] >= 4 and counts["checkpoints compared"] > 20
 
 
 @pytest.mark.soak
 def test_many_lives(base: Path) -> None:
-    live(base, lives=150, rules=12)
-    assert min(counts[name] for name in ("killed", "stopped", "disks broken", "files damaged", "offers taken")) > 50
+    live(base, lives=60, rules=12)
+    assert min(counts[name] for name in ("killed", "stopped", "disks broken", "files damaged", "offers taken")) >= 20

@@ -1,0 +1,131 @@
+"""LLaMA-Factory's rules for what a run takes up, through the front door."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerferry.config import RESUME_NEVER, RESUME_NEWEST
+from layerferry.errors import CheckpointError, ConfigError
+from layerferry.trainer import train
+from tests.checkpoint.test_damage import damage
+from tests.reliability.runs import cut, make_config, make_rows, prepare
+
+Begins = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of three steps under ``done``."""
+    base = prepare(tmp_path_factory.mktemp("base"))
+    train(make_config(base, base / "done", max_steps=3))
+    return base
+
+
+@pytest.fixture
+def output(base: Path, tmp_path: Path) -> Path:
+    """The same folder as a run leaves it that was killed behind checkpoint-2."""
+    shutil.copytree(base / "done", tmp_path / "done")
+    cut(tmp_path / "done", 2)
+    return tmp_path / "done"
+
+
+@pytest.fixture
+def begins(base: Path, output: Path, caplog: pytest.LogCaptureFixture) -> Begins:
+    """Train with other settings; the step that the run has begun behind."""
+
+    def run(**changes: Any) -> int:
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "layerferry"):
+            train(make_config(base, output, **{"max_steps": 3, **changes}))
+        resumed = [record.getMessage() for record in caplog.records if record.getMessage().startswith("resuming ")]
+        return int(resumed[0].split(": step ")[1].split()[0]) if resumed else 0
+
+    return run
+
+
+def test_the_newest_unless_told_otherwise(begins: Begins, output: Path) -> None:
+    assert begins() == 2
+    assert begins(resume_from_checkpoint=RESUME_NEWEST) == 3
+    assert begins(resume_from_checkpoint=str(output / "checkpoint-1")) == 1
+    assert begins(resume_from_checkpoint=str(output / "checkpoint-1"), overwrite_output_dir=True) == 1
+    assert begins(overwrite_output_dir=True) == 0
+    assert begins(resume_from_checkpoint=RESUME_NEVER) == 0
+
+
+def test_weights_without_a_checkpoint(begins: Begins, output: Path) -> None:
+    for path in output.glob("checkpoint-*"):
+        shutil.rmtree(path)
+    (output / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"holds model.safetensors of an earlier run and no checkpoint; set overwrite"):
+        begins()
+    with pytest.raises(ConfigError, match="has no checkpoint to resume"):
+        begins(resume_from_checkpoint=RESUME_NEWEST)
+    assert begins(overwrite_output_dir=True) == 0
+
+
+def test_a_replaced_run_is_not_taken_up(begins: Begins, output: Path) -> None:
+    marker = json.loads((output / "latest").read_text())
+    (output / "latest").write_text(json.dumps({**marker, "run": "feedfacefeedface", "checkpoint": None}))
+    with pytest.raises(ConfigError, match=r"checkpoint-2 is of an earlier one. Set resume_from_checkpoint: .*/checkpoint-2, or"):
+        begins()
+
+
+def test_a_damaged_one_and_the_offer(begins: Begins, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    victim = sorted((output / "checkpoint-2").glob("state-*"))[-1]
+    damage(victim, "flipped inside")
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(CheckpointError, match=r"state-.*damaged.* whole one: set .*checkpoint-1$"),
+    ):
+        patch.setattr("layerferry.engine.engine.Engine.step", lambda *a, **k: pytest.fail("a step was taken"))
+        begins()
+    assert begins(resume_from_checkpoint=str(output / "checkpoint-1")) == 1
+    assert begins() == 3
+
+
+@pytest.mark.parametrize("name", ["nowhere", "."])
+def test_no_checkpoint_there(begins: Begins, output: Path, name: str) -> None:
+    with pytest.raises(CheckpointError, match="no manifest.json: no checkpoint of ours"):
+        begins(resume_from_checkpoint=str(output / name))
+
+
+def test_a_model_alone_is_no_checkpoint(begins: Begins, output: Path) -> None:
+    assert begins(overwrite_output_dir=True, save_only_model=True) == 0
+    names = {path.name for path in (output / "checkpoint-3").iterdir()}
+    assert not [name for name in names if name.startswith("state-")] and "model.safetensors.index.json" in names
+    with pytest.raises(CheckpointError, match="holds the model only"):
+        begins()
+
+
+def test_other_rows_are_refused_and_other_settings_told(
+    base: Path, begins: Begins, output: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = tmp_path / "other"
+    (other / "model").parent.mkdir()
+    shutil.copytree(base / "model", other / "model")
+    make_rows(other / "rows.jsonl", 12)
+    with pytest.raises(CheckpointError, match="another number of training rows: 11 then, 12 now"):
+        train(make_config(other, output, max_steps=3))
+    assert begins(max_steps=4) == 2
+    assert "changed since the checkpoint: total_steps: 3 -> 4" in caplog.text
+
+
+def test_a_resumed_run_in_another_folder(base: Path, output: Path, tmp_path: Path) -> None:
+    config = make_config(base, tmp_path / "elsewhere", max_steps=3, resume_from_checkpoint=str(output / "checkpoint-2"))
+    train(config)
+    lines = (tmp_path / "elsewhere" / "trainer_log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["current_steps"] for line in lines] == [2, 3]
+
+
+def test_no_room_is_found_before_the_first_step(begins: Begins, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("layerferry.checkpoint.files.Files.free_bytes", lambda self, path: 1000)
+    monkeypatch.setattr("layerferry.engine.engine.Engine.step", lambda *a, **k: pytest.fail("a step was taken"))
+    with pytest.raises(CheckpointError, match=r"a checkpoint needs .* are free: .* short. Free space, use another output_dir"):
+        begins(overwrite_output_dir=True)

@@ -1,0 +1,65 @@
+"""Each lane that stands still is named; one that moves, or has nothing to do, is not; the process ends with its stacks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from layerferry.trainer.watchdog import Lane, Watchdog
+
+NAMES = ("checkpoint writer", "data loader", "optimizer", "device")
+
+
+def watch(lanes: list[Lane], seconds: float) -> list[str]:
+    """Names that a watchdog with a patience of 0.2 s has called within ``seconds``."""
+    called: list[str] = []
+    told = threading.Event()
+
+    def on_stall(stalled: list[Lane]) -> None:
+        called.extend(lane.name for lane in stalled)
+        told.set()
+
+    with Watchdog(lanes, 0.2, on_stall):
+        told.wait(seconds)
+    return called
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_lane_that_has_not_moved(name: str) -> None:
+    """One stands still although it is busy; the others move, or are idle."""
+    lanes = [
+        Lane(one, lambda one=one: one == name or one == NAMES[0], lambda one=one: 0 if one == name else time.monotonic_ns(), "")  # type: ignore[misc]
+        for one in NAMES
+    ]
+    assert watch(lanes, 5) == [name]
+
+
+def test_all_that_wait_are_named_in_the_order_of_cause() -> None:
+    assert watch([Lane(name, lambda: True, lambda: 0, "") for name in NAMES], 5) == list(NAMES)
+
+
+def test_patience_begins_when_a_lane_gets_busy() -> None:
+    begin = time.monotonic()
+    assert watch([Lane("late", lambda: time.monotonic() - begin > 0.3, lambda: 0, "")], 0.4) == []
+
+
+def test_no_patience_no_thread() -> None:
+    before = threading.active_count()
+    with Watchdog([Lane("x", lambda: True, lambda: 0, "")], 0.0):
+        assert threading.active_count() == before
+
+
+def test_the_process_ends_and_shows_where() -> None:
+    code = (
+        "import time, logging; logging.basicConfig()\n"
+        "from layerferry.trainer.watchdog import Lane, Watchdog\n"
+        "def stands_still(): time.sleep(600)\n"
+        "with Watchdog([Lane('device', lambda: True, lambda: 0, 'Look at dmesg.')], 0.3): stands_still()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "nothing has moved for 0 minutes: device. Look at dmesg." in done.stderr and "in stands_still" in done.stderr
