@@ -62,24 +62,31 @@ def _json(file: Path) -> Iterator[Located]:
         yield from _json_array(file, stream) if first == "[" else _json_lines(file, stream)
 
 
-def _json_array(file: Path, stream: TextIO) -> Iterator[Located]:
-    text = stream.read()
+def parse(text: str, file: Path, first_line: int | None = None) -> Any:
+    """``text`` as JSON; what is wrong with it names the line, counted from ``first_line`` (None: a whole file, from 1)."""
+    where = str(file) if first_line is None else f"{file}:{first_line}"
     try:
-        rows = json.loads(text)
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{file}:{error.lineno}: not JSON: {error.msg} (column {error.colno})") from None
-    for number, row in enumerate(rows, 1):
+        line = error.lineno + (first_line or 1) - 1
+        raise DataError(f"{file}:{line}: not JSON: {error.msg} (column {error.colno})") from None
+    except RecursionError:
+        raise DataError(f"{where}: not JSON: nested too deeply") from None
+    except ValueError as error:  # a whole number of more digits than Python converts
+        raise DataError(f"{where}: not JSON: {str(error).partition(';')[0]}") from None
+
+
+def _json_array(file: Path, stream: TextIO) -> Iterator[Located]:
+    for number, row in enumerate(parse(stream.read(), file), 1):
         yield f"{file}, row {number}", row
 
 
 def _json_lines(file: Path, stream: TextIO) -> Iterator[Located]:
     for number, line in enumerate(stream, 1):
-        if not line.strip():
-            continue
-        try:
-            yield f"{file}:{number}", json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{file}:{number}: not JSON: {error.msg} (column {error.colno})") from None
+        if line.strip() == "{":
+            raise DataError(f"{file}:{number}: neither an array of rows nor one object a line")
+        if line.strip():
+            yield f"{file}:{number}", parse(line.rstrip(), file, number)
 
 
 def _text(file: Path) -> Iterator[Located]:
@@ -89,6 +96,7 @@ def _text(file: Path) -> Iterator[Located]:
 
 
 def _csv(file: Path) -> Iterator[Located]:
+    csv.field_size_limit(2**31 - 1)  # the module's own limit is 131,072 characters a cell, less than a long document
     with file.open(encoding="utf-8-sig", newline="") as stream:
         reader = csv.DictReader(stream)
         for row in reader:

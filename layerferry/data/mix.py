@@ -35,6 +35,12 @@ def mixed(counts: Sequence[int], strategy: str, probabilities: Sequence[float], 
         raise ConfigError("interleave_probs needs mix_strategy interleave_under, interleave_over or interleave_once")
     if probabilities and len(probabilities) != len(counts):
         raise ConfigError(f"interleave_probs has {len(probabilities)} values for {len(counts)} data sets")
+    if any(share < 0 for share in probabilities):
+        raise ConfigError("interleave_probs has a negative value")
+    if 0 in probabilities and len(counts) > 1 and strategy != "interleave_under":
+        raise ConfigError(
+            f"interleave_probs has a 0: its data set would never be drawn, and {strategy} waits until each has run out"
+        )
     if len(counts) == 1 or strategy == "concat":
         return [(source, row) for source, count in enumerate(counts) for row in range(count)]
     if probabilities and not math.isclose(sum(probabilities), 1.0, rel_tol=1e-6):

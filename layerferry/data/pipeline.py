@@ -183,11 +183,11 @@ def _merged(names: Sequence[str], config: Config, generator: np.random.RandomSta
 
 
 def _table(entry: Entry, max_samples: int | None, generator: np.random.RandomState) -> list[Located]:
-    if entry.num_samples is None:
-        return list(entry.rows(max_samples))
-    everything = list(entry.rows())
+    everything = list(entry.rows(max_samples if entry.num_samples is None else None))
     if not everything:
         raise DataError(f"dataset {entry.name} has no rows")
+    if entry.num_samples is None:
+        return everything
     return [everything[i] for i in mix.drawn(len(everything), entry.num_samples, generator)][:max_samples]
 
 
@@ -195,9 +195,14 @@ def tokenised(name: str, found: Iterable[Source], config: Config, tokenizer: Any
     """One set: rows converted, encoded, stored and measured."""
     samples = SampleSet(token_rows(found, config, tokenizer, encoder, report), isolated=config.data.neat_packing)
     if not len(samples):
-        detail = f": {report.warning()}" if report.dropped else ""
-        raise DataError(f"no row is left in the {name} set{detail or _short(config, report)}")
+        raise nothing_left(name, config, report)
     return samples
+
+
+def nothing_left(name: str, config: Config, report: Report) -> DataError:
+    """The error about a set without rows, with the reason that most likely is it."""
+    detail = f": {report.warning()}" if report.dropped else _short(config, report)
+    return DataError(f"no row is left in the {name} set{detail}")
 
 
 def _short(config: Config, report: Report) -> str:

@@ -7,25 +7,37 @@ the trained tokens in colour, so that a wrong mask is seen before a day of train
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from itertools import groupby, islice
 from typing import Any
 
 from layerferry.config import Config
-from layerferry.data.pipeline import Report, check, make_encoder, sources, token_rows
+from layerferry.data.kept import TRAIN
+from layerferry.data.pipeline import Report, check, make_encoder, nothing_left, sources, token_rows
 from layerferry.engine.batch import IGNORE_INDEX
+
+logger = logging.getLogger(__name__)
 
 TRAINED, PLAIN = "\x1b[32m", "\x1b[0m"
 
 
 def samples(config: Config, tokenizer: Any, report: Report | None = None) -> Iterator[dict[str, list[int]]]:
-    """Training rows in the order of the files: input_ids, labels, and position_ids where packed. ``report`` counts drops."""
+    """Training rows in the order of the files: input_ids, labels, and position_ids where packed. ``report`` counts drops.
+
+    Behind the last one the log says what was dropped; no row at all is an error, as it is for training.
+    """
     check(config)
     found, _ = sources(config)
     kept = Report() if report is None else report
+    row = None
     for row in token_rows(found, config, tokenizer, make_encoder(config, tokenizer), kept):
         sample = {"input_ids": row.input_ids, "labels": row.labels}
         yield sample if row.position_ids is None else {**sample, "position_ids": row.position_ids}
+    if row is None:
+        raise nothing_left(TRAIN, config, kept)
+    if kept.dropped:
+        logger.warning(kept.warning())
 
 
 def render(config: Config, tokenizer: Any, count: int = 3, *, colour: bool = True) -> Iterator[str]:

@@ -7,7 +7,6 @@ TRAP: as soon as an entry has ``columns``, every column it does not name is None
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -95,7 +94,12 @@ class _Registry:
         direct = self._direct_path(name)
         if direct is not None and name not in self._read(missing_ok=True):
             return _direct(name, direct)
+        is_path = Path(name).suffix.lower() in files.READERS
+        if is_path and not self.file.is_file():
+            raise DataError(f"dataset {name}: no such file, and there is no {self.file} either")
         table = self._read(missing_ok=False)
+        if name not in table and is_path:
+            raise DataError(f"dataset {name}: no such file, and no name in {self.file}")
         if name not in table:
             close = difflib.get_close_matches(name, table, n=1)
             hint = f": did you mean {close[0]}?" if close else f" ({len(table)} names)"
@@ -118,9 +122,11 @@ class _Registry:
                 return {}
             raise DataError(f"{self.file} does not exist: set dataset_dir to its folder, or dataset to a data file")
         try:
-            table = json.loads(self.file.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise DataError(f"{self.file}:{error.lineno}: not JSON: {error.msg} (column {error.colno})") from None
+            text = self.file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "not text in UTF-8"
+            raise DataError(f"{self.file} cannot be read: {reason}") from None
+        table = files.parse(text, self.file)
         if not isinstance(table, dict):
             raise DataError(f"{self.file}: an object of data sets is needed, not {type(table).__name__}")
         self._table = table
@@ -138,6 +144,12 @@ def _entry(name: str, given: Any, folder: Path, file: Path) -> Entry:
     source = "file_name" if "file_name" in sources else sources[0]
     if source not in ("file_name", "hf_hub_url"):
         raise DataError(f"{where}: {source} is not supported; download the rows and name them with file_name")
+    for key in (*SOURCES, "subset", "split", "folder"):
+        if given.get(key) and not isinstance(given[key], str):
+            raise DataError(f"{where}: {key}: expected text, found {given[key]!r}")
+    num_samples = given.get("num_samples")
+    if num_samples is not None and (type(num_samples) is not int or num_samples < 1):
+        raise DataError(f"{where}: num_samples: expected a whole number above 0, found {num_samples!r}")
     if given.get("ranking"):
         raise DataError(f"{where}: {RANKING}")
     formatting = given.get("formatting", "alpaca")
@@ -153,7 +165,7 @@ def _entry(name: str, given: Any, folder: Path, file: Path) -> Entry:
         subset=given.get("subset"),
         split=given.get("split", "train"),
         folder=given.get("folder"),
-        num_samples=given.get("num_samples"),
+        num_samples=num_samples,
         openai_quirks=bool(given.get("openai_quirks", False)),
     )
 
@@ -168,15 +180,22 @@ def _mapping(given: dict[str, Any], key: str, defaults: dict[str, str | None], w
     if unknown:
         close = difflib.get_close_matches(unknown[0], defaults, n=1)
         raise DataError(f"{where}: unknown {key[:-1]} {unknown[0]}" + (f": did you mean {close[0]}?" if close else ""))
+    for name, value in named.items():
+        if value is not None and not isinstance(value, str):
+            wanted = "the name of a column" if key == "columns" else "the text of a tag"
+            raise DataError(f"{where}: {key}: {name}: expected {wanted}, found {value!r}")
     return {**dict.fromkeys(defaults), **named}
 
 
 def _direct(name: str, path: Path) -> Entry:
     """A file without a registry: its first row says what it is."""
-    origin, row = next(files.read(path, 1), (str(path), None))
-    if row is None:
+    first = next(files.read(path, 1), None)
+    if first is None:
         raise DataError(f"{path} has no rows")
-    keys = set(row) if isinstance(row, dict) else set()
+    origin, row = first
+    if not isinstance(row, dict):
+        raise DataError(f"{origin}: the first row is not an object, so its columns are not known")
+    keys = set(row)
     if {"chosen", "rejected"} <= keys:
         raise DataError(f"{path}: {RANKING}")
     if "messages" in keys:

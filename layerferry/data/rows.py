@@ -52,12 +52,22 @@ def convert(row: Any, entry: Entry, origin: str, *, stage: str) -> Conversation:
         if column and row.get(column):
             raise BadRow(f"the row has {name}, and only text is trained")
     conversation = CONVERTERS[entry.formatting](row, entry, origin)
+    _check_text(conversation)
     if stage == "pt":
         if not conversation.messages or not conversation.messages[0].content:
             raise BadRow("the text is empty")
         return conversation
     _check(conversation.messages)
     return conversation
+
+
+def _check_text(conversation: Conversation) -> None:
+    """JSON may escape half of a surrogate pair; that is no text, and tokenizers refuse the whole batch it is in."""
+    for text in (conversation.system, conversation.tools, *(message.content for message in conversation.messages)):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise BadRow("a text has half of a surrogate pair") from None
 
 
 def _check(messages: tuple[Message, ...]) -> None:
@@ -94,7 +104,7 @@ def _turns(row: dict[str, Any], entry: Entry) -> list[dict[str, Any]]:
     if isinstance(turns, str):  # CSV and some Parquet files hold the list as JSON text
         try:
             turns = json.loads(turns)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             raise BadRow("the messages are not JSON") from None
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise BadRow("the messages are not a list of objects")
@@ -154,6 +164,8 @@ def _openai(row: dict[str, Any], entry: Entry, origin: str) -> Conversation:
 
 def _calls(turn: dict[str, Any], entry: Entry) -> str:
     calls: list[dict[str, Any]] = []
+    if not isinstance(turn["tool_calls"], list):
+        raise BadRow("the tool calls are not a list")
     for call in turn["tool_calls"]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or "name" not in function:
@@ -162,7 +174,7 @@ def _calls(turn: dict[str, Any], entry: Entry) -> str:
         if isinstance(arguments, str) and not entry.openai_quirks:
             try:
                 arguments = json.loads(arguments) if arguments else {}
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 raise BadRow("the arguments of a tool call are not JSON") from None
         calls.append({"name": function["name"], "arguments": arguments})
     text = json.dumps(calls, ensure_ascii=False)

@@ -60,6 +60,10 @@ def test_text_lines_are_rows(tmp_path: Path) -> None:
         ("x.jsonl", b'{"a": 1}\n{"a": \n', r"x.jsonl:2: not JSON"),
         ("x.json", b'[\n{"a": 1},\n{"a" 2}]', r"x.json:3: not JSON"),
         ("x.jsonl", b'{"a": "\xff"}\n', "x.jsonl cannot be read"),
+        ("x.jsonl", b'{"a": 1}\n' + b"[" * 100_000, r"x.jsonl:2: not JSON: nested too deeply"),
+        ("x.json", b"[" * 100_000, r"x.json: not JSON: nested too deeply"),
+        ("x.jsonl", b'{"a": 1}\n{"a": ' + b"9" * 5000 + b"}", r"x.jsonl:2: not JSON: .*digits"),
+        ("x.json", b'{\n  "a": 1\n}', r"x.json:1: neither an array of rows nor one object a line"),
         ("x.parquet", b"not parquet", "x.parquet cannot be read"),
         ("x.arrow", b"not arrow", "x.arrow cannot be read"),
         ("x.xml", b"", r"unknown type .xml"),
@@ -100,3 +104,9 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(DataError, match="pip install pyarrow"):
         list(files.read(file))
+
+
+def test_csv_cells_may_be_long(tmp_path: Path) -> None:
+    file = tmp_path / "x.csv"
+    file.write_text("a,b\none,two\n" + "long " * 50_000 + ",three\n", encoding="utf-8")
+    assert [len(row["a"]) for _, row in files.read(file)] == [3, 250_000]

@@ -54,6 +54,9 @@ def test_every_row_once(counts: list[int], weighted: bool) -> None:
         ("concat", [0.5, 0.5], "interleave_probs needs mix_strategy"),
         ("interleave_under", [1.0], "1 values for 2 data sets"),
         ("interleave_under", [0.9, 0.9], r"sum to 1.8"),
+        ("interleave_over", [0.0, 1.0], "interleave_probs has a 0: its data set would never be drawn, and interleave_over waits"),
+        ("interleave_once", [0.0, 1.0], "interleave_probs has a 0"),
+        ("interleave_under", [-0.5, 1.5], "interleave_probs has a negative value"),
     ],
 )
 def test_bad_mixes(strategy: str, probabilities: list[float], message: str) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from layerferry.config import Config, DataConfig, ModelConfig
 from layerferry.data import build, preview
 from layerferry.data.pipeline import Report
+from layerferry.errors import DataError
 from tests.data import lf
 
 
@@ -40,3 +43,23 @@ def test_trained_tokens_stand_out(tmp_path: Path) -> None:
     assert "⟦a1" in second
     (coloured,) = preview.render(config(tmp_path), lf.tokenizer(), 1)
     assert "\x1b[32ma0<|im_end|>\n\x1b[0m" in coloured
+
+
+def test_dropped_rows_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given = config(tmp_path)
+    with caplog.at_level("WARNING"):
+        list(preview.samples(given, lf.tokenizer()))
+    assert caplog.text.count("1 of 6 rows dropped (1 x an answer is empty)") == 1
+    caplog.clear()
+    with caplog.at_level("WARNING"):
+        list(preview.render(given, lf.tokenizer(), 3, colour=False))
+    assert "dropped" not in caplog.text  # it has not come so far
+
+
+def test_nothing_to_show_is_an_error(tmp_path: Path) -> None:
+    given = config(tmp_path)
+    file = Path(given.data.dataset[0])
+    file.write_text('{"prompt": "q", "completion": ""}\n', encoding="utf-8")
+    for shown in (preview.samples(given, lf.tokenizer()), preview.render(given, lf.tokenizer(), 3)):
+        with pytest.raises(DataError, match="no row is left in the train set: 1 of 1 rows dropped"):
+            list(shown)

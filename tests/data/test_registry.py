@@ -50,6 +50,15 @@ def test_the_registry_may_be_named_as_a_file(tmp_path: Path) -> None:
         ({"file_name": "x.json", "columns": {"promt": "q"}}, "unknown column promt: did you mean prompt"),
         ({"file_name": "x.json", "tags": {"usertag": "q"}}, "unknown tag usertag: did you mean user_tag"),
         ({"file_name": "x.json", "columns": ["q"]}, "columns is not an object"),
+        ({"file_name": "x.json", "columns": {"prompt": 5}}, "columns: prompt: expected the name of a column, found 5"),
+        ({"file_name": "x.json", "columns": {"prompt": ["q"]}}, "columns: prompt: expected the name of a column"),
+        ({"file_name": "x.json", "tags": {"role_tag": {}}}, "tags: role_tag: expected"),
+        ({"file_name": 5}, "file_name: expected text, found 5"),
+        ({"file_name": ["x.json"]}, "file_name: expected text"),
+        ({"hf_hub_url": "a/b", "split": 3}, "split: expected text, found 3"),
+        ({"file_name": "x.json", "num_samples": "many"}, "num_samples: expected a whole number above 0, found 'many'"),
+        ({"file_name": "x.json", "num_samples": -2}, "num_samples: expected a whole number above 0, found -2"),
+        ({"file_name": "x.json", "num_samples": 2.5}, "num_samples: expected a whole number"),
         ({"file_name": "x.json", "columns": {"prompt": "q", "kto_tag": "label"}}, "kto data"),
         ({}, "none of hf_hub_url"),
         ({"ms_hub_url": "a/b"}, "ms_hub_url is not supported"),
@@ -73,6 +82,12 @@ def test_missing_and_broken_registries(tmp_path: Path) -> None:
         registry.resolve(("ours",), str(tmp_path), stage="sft")
     (tmp_path / "dataset_info.json").write_text('{\n"a": }', encoding="utf-8")
     with pytest.raises(DataError, match=r"dataset_info.json:2: not JSON"):
+        registry.resolve(("ours",), str(tmp_path), stage="sft")
+    (tmp_path / "dataset_info.json").write_bytes(b'{"a": "caf\xe9"}')
+    with pytest.raises(DataError, match=r"dataset_info.json cannot be read: not text in UTF-8"):
+        registry.resolve(("ours",), str(tmp_path), stage="sft")
+    (tmp_path / "dataset_info.json").write_text("[" * 100_000, encoding="utf-8")
+    with pytest.raises(DataError, match=r"dataset_info.json: not JSON: nested too deeply"):
         registry.resolve(("ours",), str(tmp_path), stage="sft")
     (tmp_path / "dataset_info.json").write_text("[]", encoding="utf-8")
     with pytest.raises(DataError, match="not list"):
@@ -134,3 +149,19 @@ def test_hub_names_fail_with_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match="pip install datasets"):
         list(one(tmp_path, {"hf_hub_url": "a/b"}).rows())
+
+
+def test_a_path_without_a_file_is_said_to_be_missing(tmp_path: Path) -> None:
+    for name in (str(tmp_path / "rows.jsonl"), "sub/rows.jsonl", "rows.jsonl"):
+        with pytest.raises(DataError, match="rows.jsonl: no such file"):
+            registry.resolve((name,), str(tmp_path), stage="sft")
+    folder = write(tmp_path, {"ours": {"file_name": "x.json"}})
+    with pytest.raises(DataError, match="rows.jsonl: no such file, and no name in .*dataset_info.json"):
+        registry.resolve(("rows.jsonl",), folder, stage="sft")
+
+
+def test_a_direct_file_whose_first_row_is_no_object(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('null\n{"text": "a"}\n', encoding="utf-8")
+    with pytest.raises(DataError, match=r"rows.jsonl:1: the first row is not an object, so its columns are not known"):
+        registry.resolve((str(file),), str(tmp_path), stage="sft")

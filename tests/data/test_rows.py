@@ -86,6 +86,10 @@ def test_openai_rows_are_left_alone_without_quirks() -> None:
         ({"messages": [ASKED, {"role": "assistant", "content": None}]}, OPENAI, "a message is null or missing"),
         ({"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {}}]}]}, OPENAI, "no function name"),
         ({"messages": [ASKED, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]}, OPENAI, "not JSON"),
+        ({"messages": [ASKED, {"role": "assistant", "tool_calls": 5}]}, OPENAI, "tool calls are not a list"),
+        ({"messages": "[" * 100_000}, OPENAI, "messages are not JSON"),
+        ({"instruction": "q \ud800", "output": "a"}, {}, "half of a surrogate pair"),
+        ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "\udfff"}]}, OPENAI, "surrogate"),
     ],
 )
 def test_bad_rows_name_their_reason(row: Any, given: dict[str, Any], reason: str) -> None:
