@@ -3,7 +3,7 @@
 Transformers keeps packed samples apart with a mask of T x T per row, which rules out the fast kernels. On a device with
 ``torch.nn.attention.varlen`` the models that take flash attention's arguments are switched to an attention function of
 ours: given the boundaries of the samples it runs the variable-length kernel over all rows as one sequence of samples;
-without them it is transformers' SDPA. Families whose attention has sinks, soft-caps or chunks keep the mask.
+without them it is transformers' SDPA. Models whose attention has sinks, soft-caps, chunks or dropout keep the mask.
 
 Checked by ``tests/models/test_varlen.py`` (the plumbing, with a plain kernel in place of torch's) and
 ``tests/gpu/test_varlen_cuda.py`` (the kernel).
@@ -51,6 +51,7 @@ def use_where_possible(model: PreTrainedModel) -> bool:
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     plain = (
         getattr(text, "attn_logit_softcapping", None) is None
+        and not _drops_attention(text)
         and kinds <= {"full_attention", "sliding_attention"}
         and not any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters())
     )
@@ -63,6 +64,11 @@ def use_where_possible(model: PreTrainedModel) -> bool:
         if getattr(module, "config", None) is not None:
             module.config._attn_implementation = NAME
     return True
+
+
+def _drops_attention(text: Any) -> bool:
+    """Whether attention weights are dropped in training: there is no variable-length kernel that does."""
+    return any("att" in name and "drop" in name and bool(value) for name, value in text.to_dict().items())
 
 
 @contextmanager
@@ -96,7 +102,8 @@ def attention(
     max_length_q: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [B, H, T, d], key and value [B, H', T, d] @device -> ([B, T, H, d], None), as transformers' attention functions."""
+    """query [B, H, T, d], key [B, H', T, d], value [B, H', T, v] @device -> ([B, T, H, v], None), as transformers' attention
+    functions. Latent attention has v below d: the kernel has one width, so values travel with zeros behind them."""
     if cu_seq_lens_q is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -104,9 +111,13 @@ def attention(
         return output, None
     assert max_length_q is not None and not dropout, "attention dropout has no variable-length kernel"
     rows, heads, tokens, width = query.shape
+    value_width = value.shape[-1]
+    assert value_width <= width, "values wider than keys"
+    if value_width < width:
+        value = torch.nn.functional.pad(value, (0, width - value_width))
     q, k, v = (t.transpose(1, 2).reshape(rows * tokens, t.shape[1], width) for t in (query, key, value))
     packed = varlen_kernel(q, k, v, cu_seq_lens_q, max_length_q, scaling, kwargs.get("sliding_window"))
-    return packed.view(rows, tokens, heads, width), None
+    return packed.view(rows, tokens, heads, width)[..., :value_width], None
 
 
 def varlen_kernel(

@@ -53,9 +53,23 @@ def test_boundaries_are_the_starts_of_samples_and_padded_to_one_shape() -> None:
     assert found.numel() == varlen.BOUNDARIES_MULTIPLE and bool((found[3:] == 16).all()) and found.dtype == torch.int32
 
 
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 8, "first_k_dense_replace": 3,
+}  # fmt: skip
+"""Keys of 12 numbers, values of 8."""
+
+
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("llama", {}), ("qwen2", {}), ("mistral", {"sliding_window": 4}), ("qwen3", {"head_dim": 8}), ("olmo2", {})],
+    [
+        ("llama", {}),
+        ("qwen2", {}),
+        ("mistral", {"sliding_window": 4}),
+        ("qwen3", {"head_dim": 8}),
+        ("olmo2", {}),
+        ("deepseek_v3", LATENT),
+    ],
 )
 def test_the_same_loss_and_gradients_as_with_the_mask(
     kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -93,9 +107,14 @@ def test_unpacked_rows_are_left_to_sdpa_bit_for_bit() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("gemma2", {"head_dim": 8}), ("gpt_oss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}), ("bloom", {})],
+    [
+        ("gemma2", {"head_dim": 8}),
+        ("gpt_oss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}),
+        ("bloom", {}),
+        ("llama", {"attention_dropout": 0.1}),
+    ],
 )
-def test_soft_caps_sinks_and_biases_keep_the_mask(kind: str, options: dict[str, Any]) -> None:
+def test_soft_caps_sinks_biases_and_dropout_keep_the_mask(kind: str, options: dict[str, Any]) -> None:
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**TINY, **options}))
