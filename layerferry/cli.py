@@ -147,6 +147,8 @@ def _probe(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _data(arguments: argparse.Namespace, rest: list[str]) -> int:
+    if arguments.samples < 1:
+        raise ConfigError(f"command line: --samples: expected at least 1, found {arguments.samples}")
     config = _run_config(rest)
     from layerferry.data import preview, tokenizer
 
@@ -201,6 +203,8 @@ def _run_config(rest: Sequence[str]) -> Config:
     """The configuration of a run, with its notices already in the log; read before anything heavy is imported."""
     from layerferry.interop.llamafactory import read_config
 
+    if not rest:
+        raise ConfigError("no configuration: give a file or key=value settings (see layerferry train --help)")
     _log_to_stderr()
     return read_config(*_config_and_overrides(rest))
 

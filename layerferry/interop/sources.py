@@ -35,6 +35,11 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, Sett
     if path is not None:
         written, lines = _read_file(path)
     given = [_checked(item) for item in overrides]
+    for item in given:
+        try:
+            OmegaConf.from_dotlist([item])
+        except Exception as error:  # YAML of the value, as below
+            raise ConfigError(f"{COMMAND_LINE}: {item!r} cannot be read: {_one_line(error)}") from error
     try:
         merged = OmegaConf.merge(OmegaConf.create(written), OmegaConf.from_dotlist(given))
         values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)

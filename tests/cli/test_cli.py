@@ -143,6 +143,11 @@ def test_what_is_replaced_is_logged_to_standard_error(
         (["verify", "a", "b"], "expected one argument, MODEL_DIR"),
         (["probe", "x"], "unexpected argument 'x'"),
         (["data", "--samples", "x"], "--samples"),
+        (["data", *RUN, "--samples", "-1"], "--samples: expected at least 1, found -1"),
+        (["train"], "no configuration: give a file or key=value settings (see layerferry train --help)"),
+        (["plan", "--json"], "no configuration"),
+        (["train", *RUN, "seed=-1"], "seed: expected at least 0 and at most 4294967295, found -1"),
+        (["train", *RUN, "data_seed=4294967296"], "data_seed: expected at least 0 and at most 4294967295"),
         (["chat", "no/such/folder"], "model_name_or_path: no/such/folder: no such folder"),
     ],
 )

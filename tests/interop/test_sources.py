@@ -69,6 +69,12 @@ def test_broken_overrides(item: str) -> None:
         read_settings(None, [item])
 
 
+def test_a_broken_override_is_not_blamed_on_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "seed: 1\n")
+    with pytest.raises(ConfigError, match=r"^command line: 'seed=\{' cannot be read"):
+        read_settings(path, ["bf16=true", "seed={"])
+
+
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.one_of(st.binary(max_size=80), st.text(max_size=80).map(lambda text: text.encode("utf-8", "surrogatepass"))))
 def test_any_bytes_are_settings_or_a_config_error(tmp_path: Path, content: bytes) -> None:
