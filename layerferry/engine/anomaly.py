@@ -2,7 +2,8 @@
 
 ``detect_anomaly: true`` puts it in the plain tape's place. Each look waits for the device, so a step is slower; nothing is
 computed otherwise. What happens in the two ends, outside the layers, shows at their borders (the first layer's input, the
-gradient that the last layer is given) or in the norms of their gradients (``check_norms``). Checked by ``tests/engine/test_anomaly.py``.
+gradient that the last layer is given) or in the norms of their gradients (``check_norms``).
+Checked by ``tests/engine/test_anomaly.py``.
 """
 
 from __future__ import annotations
