@@ -81,7 +81,7 @@ class Layout:
         given = tuple(parameters)
         entries: list[Entry] = []
         spans: list[Span] = []
-        lengths: list[int] = []
+        section_numel: list[int] = []
         for dtype in SECTION_DTYPES:
             cursor = 0
             for decays in (True, False):
@@ -93,9 +93,9 @@ class Layout:
                         cursor += _aligned(entry.numel)
                 if cursor > start:
                     spans.append(Span(dtype=dtype, start=start, stop=cursor, decays=decays))
-            lengths.append(cursor)
+            section_numel.append(cursor)
         assert len(entries) == len(given), "a parameter has a dtype without a section"
-        return cls(tuple(entries), (lengths[0], lengths[1]), tuple(spans))
+        return cls(tuple(entries), (section_numel[0], section_numel[1]), tuple(spans))
 
     @cached_property
     def by_name(self) -> dict[str, Entry]:
@@ -106,13 +106,11 @@ class Layout:
         """Parameters of the unit, padding not counted: the P of bytes per parameter."""
         return sum(entry.numel for entry in self.entries)
 
-    def length(self, dtype: torch.dtype) -> int:
-        """Padded elements of the section of ``dtype``."""
-        return self.section_numel[SECTION_DTYPES.index(dtype)]
-
     def bytes(self, plane: PlaneSpec) -> int:
         """Bytes of one plane of this unit."""
-        return sum(n * dtype.itemsize for n, dtype in zip(self.section_numel, plane.dtypes, strict=True) if dtype is not None)
+        return sum(
+            numel * dtype.itemsize for numel, dtype in zip(self.section_numel, plane.dtypes, strict=True) if dtype is not None
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,10 +39,6 @@ class Seconds:
         return self.waits_for_updates + self.waits_for_copies
 
     @property
-    def overlapped(self) -> float:
-        return max(self.compute, self.upload, self.download, self.optimizer)
-
-    @property
     def step(self) -> float:
         """The prediction."""
         return self.compute + self.exposed

@@ -132,16 +132,7 @@ class CheckpointFolder:
     def read(self, name: str) -> Tensor:
         """The tensor, in memory of its own @host, in the dtype of the file."""
         entry = self.entry(name)
-        return _read_bytes(entry, entry.begin, entry.num_bytes).view(entry.dtype).view(entry.shape)
-
-    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows ``start:stop`` of the first dimension: [stop - start, ...] @host."""
-        entry = self.entry(name)
-        if not entry.shape or not 0 <= start <= stop <= entry.shape[0]:
-            raise CheckpointError(f"{entry.file}: {name!r} has shape {entry.shape}, no rows {start}:{stop}.")
-        row_bytes = prod(entry.shape[1:]) * entry.dtype.itemsize
-        rows = _read_bytes(entry, entry.begin + start * row_bytes, (stop - start) * row_bytes)
-        return rows.view(entry.dtype).view(stop - start, *entry.shape[1:])
+        return _read_bytes(entry).view(entry.dtype).view(entry.shape)
 
 
 def read_header(file: Path) -> list[TensorEntry]:
@@ -268,16 +259,16 @@ def _parse_json(file: Path, text: bytes) -> dict[str, Any]:
     return value
 
 
-def _read_bytes(entry: TensorEntry, begin: int, num_bytes: int) -> Tensor:
-    """``num_bytes`` from ``begin`` of the entry's file: uint8 [num_bytes] @host, not pinned."""
-    buffer = torch.empty(num_bytes, dtype=torch.uint8)
+def _read_bytes(entry: TensorEntry) -> Tensor:
+    """The bytes of one tensor: uint8 [entry.num_bytes] @host, not pinned."""
+    buffer = torch.empty(entry.num_bytes, dtype=torch.uint8)
     try:
         descriptor = os.open(entry.file, os.O_RDONLY)
         try:
             position = 0
             for piece in _pieces(bytes_of(buffer)):
                 while piece:
-                    done = os.preadv(descriptor, [piece], begin + position)
+                    done = os.preadv(descriptor, [piece], entry.begin + position)
                     if done == 0:
                         raise CheckpointError(f"{entry.file}: ended inside tensor {entry.name!r}: it changed while it was read.")
                     position += done

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from layerferry.optim.kernels import AdamWScalars, Kernels
 from layerferry.master import split_master
+from layerferry.optim.kernels import AdamWScalars, Kernels
 
 NAMES = ("weight", "residue", "grad", "exp_avg", "exp_avg_sq")
 

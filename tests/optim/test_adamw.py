@@ -11,11 +11,11 @@ from torch import Tensor
 from layerferry.config import OptimConfig
 from layerferry.errors import ConfigError
 from layerferry.layout import FP32_PLANE, GRAD_PLANE, RESIDUE_PLANE, WEIGHT_PLANE, Layout, ParameterSpec, Plane, PlaneSpec
+from layerferry.master import join_master, split_master
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.base import Optimizer, StepHyper
 from layerferry.optim.kernels import Kernels
 from layerferry.optim.load import load_kernels
-from layerferry.master import join_master, split_master
 from layerferry.optim.reference import ReferenceKernels
 
 BETAS = (0.9, 0.95)
@@ -41,7 +41,7 @@ FP32 = Layout.of(
 
 def planes_of(layout: Layout, optimizer: Optimizer) -> dict[str, Plane]:
     specs: dict[str, PlaneSpec] = {"weight": WEIGHT_PLANE, "residue": RESIDUE_PLANE, "grad": GRAD_PLANE, **optimizer.state_planes}
-    if not layout.length(torch.bfloat16):
+    if not layout.section_numel[0]:
         del specs["residue"]
     return {name: Plane(layout, spec, torch.zeros(layout.bytes(spec), dtype=torch.uint8)) for name, spec in specs.items()}
 

@@ -63,10 +63,6 @@ def test_single_file_equals_library(tmp_path: Path) -> None:
     for name, tensor in TENSORS.items():
         assert folder.shape(name) == tuple(tensor.shape) and folder.dtype(name) == tensor.dtype
         assert equal(folder.read(name), tensor)
-    assert equal(folder.read_rows("embed.weight", 2, 5), TENSORS["embed.weight"][2:5])
-    assert equal(folder.read_rows("brain", 1, 1), TENSORS["brain"][1:1])
-    with pytest.raises(CheckpointError, match="no rows 4:7"):
-        folder.read_rows("embed.weight", 4, 7)
     with pytest.raises(CheckpointError, match="no tensor 'absent'"):
         folder.read("absent")
 

@@ -35,7 +35,7 @@ def test_bytes_are_those_of_the_layout() -> None:
     """bf16 elements: weight 2, residue 2, grad 2, moments 8. fp32 elements: weight 4, grad 4, moments 8."""
     units = (unit_of(0), unit_of(1, wide=False))
     store = store_of(*units)
-    narrow, wide = (sum(unit.layout.length(dtype) for unit in units) for dtype in (torch.bfloat16, torch.float32))
+    narrow, wide = (sum(unit.layout.section_numel[section] for unit in units) for section in (0, 1))
     assert store.num_bytes == 14 * narrow + 16 * wide
     assert store.num_params == sum(unit.numel for unit in units) == 2 * (40 * 30 + 33) + 4 * 30
 
