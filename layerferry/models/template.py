@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import functools
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -36,10 +37,17 @@ def behaviour_key(layer: nn.Module) -> Hashable:
             elif isinstance(value, dict) and all(isinstance(v, _PLAIN) for v in value.values()):
                 attributes.append((name, attribute, repr(sorted(value.items(), key=repr))))
             elif callable(value):
-                attributes.append((name, attribute, getattr(value, "__qualname__", type(value).__qualname__)))
+                attributes.append((name, attribute, _function_name(value)))
     parameters = tuple((name, tuple(p.shape), str(p.dtype)) for name, p in layer.named_parameters())
     buffers = tuple((name, tuple(b.shape), str(b.dtype)) for name, b in layer.named_buffers())
     return (type(layer).__qualname__, parameters, buffers, tuple(attributes))
+
+
+def _function_name(function: Any) -> str:
+    """Without addresses: the same in every process."""
+    if isinstance(function, functools.partial):
+        return f"{_function_name(function.func)}{function.args}{sorted(function.keywords.items())}"
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 class Template:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from layerferry.models.build import build_on_meta
@@ -56,6 +58,7 @@ class Plain(nn.Module):
         ({"sliding_window": 4}, {"sliding_window": None}),
         ({"use_rope": True}, {"use_rope": False}),
         ({"scaling": 0.5}, {"scaling": 0.25}),
+        ({"act": partial(F.gelu, approximate="tanh")}, {"act": partial(F.gelu, approximate="none")}),
         ({"layer_type": "full_attention"}, {"layer_type": "sliding_attention"}),
         ({"sections": (1, 2)}, {"sections": (2, 1)}),
         ({"options": {"a": 1}}, {"options": {"a": 2}}),
