@@ -21,7 +21,7 @@ from layerferry.config import Config, EngineConfig, ModelConfig
 from layerferry.engine.engine import Engine
 from layerferry.engine.pretrained import ModelFolder
 from layerferry.engine.randomness import seed_of
-from layerferry.errors import CheckpointError
+from layerferry.errors import CheckpointError, ConfigError
 from layerferry.layout import FP32_PLANE, GRAD_PLANE
 from layerferry.models.build import ATTENTION, build_on_meta, read_config, refuse_missing_folder, take_block_size
 from layerferry.models.grown import GrownSource, grown_rows
@@ -65,6 +65,9 @@ def load(
     ``num_tokens``: length of the tokenizer, for ``resize_vocab``. Raises ``PlanError`` (does not fit),
     ``ModelRefused`` (cannot be right), ``CheckpointError`` (files).
     """
+    if config is not None and engine_options:
+        given = ", ".join(engine_options)
+        raise ConfigError(f"{given}: given beside config, whose engine section has it: set it there")
     live = None if isinstance(model, (str, Path)) else model
     if config is None:
         name = str(model) if live is None else type(live).__name__
