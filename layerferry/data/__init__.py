@@ -16,7 +16,7 @@ The public entry points, for the trainer and the command line::
 
 Files: ``registry`` (dataset_info.json) -> ``files`` (rows with file and line) -> ``rows`` (conversations) -> ``mix`` (which
 rows, in what order) -> ``templates`` / ``tools`` / ``jinja`` (text) -> ``tokenize`` / ``pack`` (ids and labels) ->
-``batches``. Imports of torch, transformers, datasets and pyarrow are inside the functions that need them.
+``batches``. Imports of transformers, datasets and pyarrow are inside the functions that need them.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Cursor:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """Which rows each optimizer step takes. ``rows_per_rank`` is the micro-batch size times the accumulation steps."""
+    """Which rows each optimizer step takes: ``device_rows`` times ``accumulation`` on each rank."""
 
     num_samples: int
     device_rows: int

@@ -27,6 +27,7 @@ from layerferry.data.samples import Row, SampleSet
 from layerferry.data.templates import Template
 from layerferry.data.tokenize import Encoder, SlotEncoder, pt_rows, sft_cutoff, sft_rows
 from layerferry.errors import ConfigError, DataError
+from layerferry.interop.checks import check_data
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ def _tokenised_sets(config: Config, tokenizer: Any, report: Report) -> kept.Sets
 
 
 def check(config: Config) -> None:
-    """Conflicts among the data keys that would otherwise be silent."""
+    """What a configuration made in Python may have wrong, and conflicts that would otherwise be silent."""
     data, stage = config.data, config.train.stage
     if stage not in STAGES:
         raise ConfigError(f"stage {stage} has no data pipeline: {', '.join(STAGES)}")
@@ -126,12 +127,11 @@ def check(config: Config) -> None:
         raise ConfigError(f"cutoff_len {data.cutoff_len} leaves nothing to predict: at least 2")
     if data.val_size < 0:
         raise ConfigError(f"val_size {data.val_size:g} is negative")
-    if data.val_size > 0 and data.eval_dataset:
-        raise ConfigError("val_size and eval_dataset exclude each other: keep one")
-    if data.train_on_prompt and data.mask_history:
-        raise ConfigError("train_on_prompt and mask_history contradict each other: keep one")
+    check_data(config)
     if data.neat_packing and data.packing is False:
         logger.info("neat_packing implies packing: packing: false is overridden")
+    if data.neat_packing and stage == "pt":
+        logger.info("neat_packing: stage pt lays texts end to end, and they see each other, as in LLaMA-Factory")
 
 
 def make_template(config: Config, tokenizer: Any) -> Template | None:

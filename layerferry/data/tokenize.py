@@ -127,7 +127,7 @@ def sft_rows(conversations: Iterable[Conversation], encoder: Encoder, data: Data
 
 
 def packs(data: DataConfig) -> bool:
-    """Whether sft rows are packed: asked for, or implied by neat packing."""
+    """Whether packing is asked for by name, or implied by neat packing."""
     return bool(data.packing) or data.neat_packing
 
 
@@ -140,9 +140,9 @@ def pt_rows(conversations: Iterable[Conversation], tokenizer: Any, data: DataCon
     """Texts as rows. ``packing: null`` means blocks here."""
     end = "<|end_of_text|>" if data.template == "llama3" else tokenizer.eos_token
     begins = bool(getattr(tokenizer, "add_bos_token", False)) and tokenizer.bos_token is not None
-    joins = data.packing is None or data.packing
+    joins = data.packing is None or packs(data)
     # LLaMA-Factory takes a token off cutoff_len when packing is asked for by name, but not when stage pt turns it on.
-    size = data.cutoff_len - bool(data.packing)
+    size = data.cutoff_len - packs(data)
     for chunk in chunks(conversations, data.preprocessing_batch_size):
         texts = [conversation.messages[0].content + end for conversation in chunk]
         if not joins and begins:

@@ -25,13 +25,14 @@ def plain_failure(key: str, message: str) -> ConfigError:
 
 def check(config: Config, fail: Fail = plain_failure) -> None:
     """Raise the error of the first rule that is broken."""
-    _check_data(config, fail)
+    check_data(config, fail)
     _check_steps(config, fail)
     if not _DEVICE.fullmatch(config.engine.device):
         raise fail("device", f"expected auto, cuda, cuda:N, cpu or chaos, found {config.engine.device!r}")
 
 
-def _check_data(config: Config, fail: Fail) -> None:
+def check_data(config: Config, fail: Fail = plain_failure) -> None:
+    """The rules about data: for the reader, and for whoever builds data sets of a configuration made in Python."""
     data, train = config.data, config.train
     has_evaluation = bool(data.eval_dataset) or data.val_size > 0
     if data.eval_dataset and data.val_size > 0:

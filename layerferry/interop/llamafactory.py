@@ -129,8 +129,6 @@ def read_with_notices(path: Path | None, overrides: Sequence[str]) -> tuple[Conf
         train["report_to"] = _trackers(reading)
     if "interleave_probs" in data:
         data["interleave_probs"] = _probabilities(reading)
-    if data.get("neat_packing"):
-        data["packing"] = True
     config = Config(
         model=reading.model(),
         data=DataConfig(**data),

@@ -175,8 +175,8 @@ def test_tokenised_sets_come_back_whatever_the_other_keys_say(folder: Path) -> N
         ({}, {"stage": "dpo"}, "stage dpo has no data pipeline"),
         ({"cutoff_len": 1}, {}, "cutoff_len 1 leaves nothing"),
         ({"val_size": -1.0}, {}, "val_size -1 is negative"),
-        ({"val_size": 0.1, "eval_dataset": ("b",)}, {}, "exclude each other"),
-        ({"train_on_prompt": True, "mask_history": True}, {}, "contradict each other"),
+        ({"val_size": 0.1, "eval_dataset": ("b",)}, {}, "val_size: excludes eval_dataset"),
+        ({"train_on_prompt": True, "mask_history": True}, {}, "mask_history: excludes train_on_prompt"),
     ],
 )
 def test_conflicts(folder: Path, data: dict[str, Any], train: dict[str, Any], message: str) -> None:

@@ -200,7 +200,7 @@ def test_values_in_the_ways_people_write_them() -> None:
     assert config.optim.lr_scheduler_kwargs == {"num_cycles": 2} and config.optim.warmup_steps == 0.05
     assert config.train.eval_strategy == "no" and config.train.include_num_input_tokens_seen
     assert not config.train.gradient_checkpointing and not config.train.do_train and config.train.run_name == "7"
-    assert config.data.packing is True and config.data.enable_thinking is None
+    assert config.data.packing is False and config.data.neat_packing and config.data.enable_thinking is None
     assert config.engine.host_memory == 60 * 2**30 and config.engine.device == "cpu"
     assert read("report_to=all").train.report_to == ("tensorboard", "wandb")
     assert read("report_to=none").train.report_to == () == read("report_to=null").train.report_to
