@@ -4,6 +4,7 @@
 #   make test       lint, types, the CPU suite, and a wheel built from a clean clone
 #   make test-gpu   the GPU suite, on a CUDA machine
 #   make soak       the long form of the reliability tests: about half an hour
+#   make docs       write the generated pages and pictures of docs/ again
 #   make demo       fine-tune a small model and talk to it (outputs/quickstart)
 #
 # Settings: PYTHON, TORCH (requirement), TORCH_INDEX (an index to take torch from, such as pytorch.org's CPU wheels), WORKERS.
@@ -58,3 +59,5 @@ demo: $(READY)
 docs: $(READY)
 	$(PY) tools/render_keys.py
 	$(PY) tools/render_families.py
+	$(PY) tools/render_memory.py
+	$(PY) tools/draw_idea.py
