@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from layerferry.errors import CheckpointError, ModelRefused
+from layerferry.errors import CheckpointError, ConfigError, ModelRefused
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -38,14 +38,21 @@ def read_config(
     from transformers import AutoConfig
 
     refuse_missing_folder(source)
+    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+        raise CheckpointError(f"{source}: no usable config.json: the folder has none")
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             source, revision=revision, trust_remote_code=trust_remote_code, cache_dir=cache_dir
         )
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"{source}: no usable config.json: {first}") from error
+    except Exception as error:  # the hub's, the JSON reader's and the family's own checks, of many classes
+        raise CheckpointError(f"{source}: no usable config.json: {reason(error)}") from error
     return config
+
+
+def reason(error: Exception) -> str:
+    """What a library says, in one line: its text up to the second line feed, since a first line often ends in a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) or type(error).__name__
 
 
 def refuse_unsupported(config: PretrainedConfig) -> None:
@@ -94,7 +101,12 @@ def build_on_meta(
         with init_empty_weights(include_buffers=False):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
     except ValueError as error:
-        raise ModelRefused(f"{config.model_type}: {str(error).strip().splitlines()[0]}") from error
+        raise ModelRefused(f"{config.model_type}: {reason(error)}") from error
+    except ImportError as error:
+        raise ConfigError(f"flash_attn: {reason(error)}: sdpa needs no package") from error
+    except Exception as error:  # whatever the family's code makes of numbers and words that it does not expect
+        why = f"{type(error).__name__}: {reason(error)}"
+        raise CheckpointError(f"{config.model_type}: no model can be made of its config.json ({why})") from error
     encodes = getattr(config, "is_decoder", True) is False
     if encodes and any(getattr(module, "is_causal", None) is False for module in model.modules()):
         raise ModelRefused(_LOOKS_AHEAD.format(config.model_type))

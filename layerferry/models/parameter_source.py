@@ -166,6 +166,9 @@ class ParameterSource:
         for name, made in convert(group, on_meta, self.facts).items():
             if name not in self.facts.tensors:
                 continue
+            if self.facts.tensors[name].is_floating_point() and not made.is_floating_point():
+                part = group.parts[0].name
+                raise CheckpointError(f"{self.folder.where(part)}: {part} holds {made.dtype}, and {name} is no whole number.")
             if tuple(made.shape) != self.shape(name):
                 raise CheckpointError(
                     f"{self.folder.where(group.parts[0].name)}: {name} has shape {tuple(made.shape)} "

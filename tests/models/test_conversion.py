@@ -241,6 +241,15 @@ def test_wrong_shape(tmp_path: Path) -> None:
         source_of(tmp_path, model.config)
 
 
+def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
+    """A quantised folder whose format nothing here knows would else train on its codes."""
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    edit(tmp_path, lambda state: state | {"model.norm.weight": state["model.norm.weight"].int()})
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: model\.norm\.weight holds torch.int32"):
+        source_of(tmp_path, model.config)
+
+
 def test_unknown_name(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.save_pretrained(tmp_path)
