@@ -73,6 +73,26 @@ def test_relations_survive(tmp_path: Path) -> None:
     assert small.attn_pdrop == small.embd_pdrop == small.resid_pdrop == 0
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"vocab_size": 40},
+        {"vocab_size": 100, "pad_token_id": 99},
+        {"num_hidden_layers": 1},
+        {"hidden_size": 2, "num_attention_heads": 1, "num_key_value_heads": 1, "intermediate_size": 1},
+        {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48},
+        {"max_position_embeddings": 8},
+    ],
+)
+def test_models_that_are_small_already(changes: dict[str, Any], tmp_path: Path) -> None:
+    report = verify(folder_of(tmp_path, REAL["Qwen2.5-7B"] | changes))
+    assert report.ok, report.render()
+
+
+def test_learned_places_fewer_than_the_rows(tmp_path: Path) -> None:
+    assert verify(folder_of(tmp_path, REAL["GPT-2"] | {"n_positions": 16, "n_ctx": 16})).ok
+
+
 def test_report_for_a_person_and_for_a_program(tmp_path: Path) -> None:
     report = verify(folder_of(tmp_path, REAL["Qwen2.5-7B"]))
     text, facts = report.render(), report.to_dict()

@@ -41,16 +41,20 @@ _AT_MOST: dict[str, int] = {
         ("num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k", EXPERTS // 2),
         ("n_group n_groups mamba_n_groups num_expert_group linear_num_key_heads", 2),
         ("topk_group n_shared_experts num_shared_experts moe_num_shared_experts", 1),
-        ("vocab_size vocab_size_per_layer_input", VOCABULARY),
         ("sliding_window sliding_window_size attention_window_size attention_chunk_size window_size", WINDOW),
         ("chunk_size mamba_chunk_size block_size state_size mamba_d_state ssm_state_size", WINDOW),
         ("hidden_size_per_layer_input mamba_dt_rank time_step_rank index_n_heads", WINDOW // 2),
-        ("max_position_embeddings n_positions max_seq_len n_ctx max_sequence_length", VOCABULARY),
         ("original_max_position_embeddings", VOCABULARY // 4),
     )
     for name in names.split()
 }
 """Field -> what it becomes where it was larger; so for each number where the field is a list."""
+
+_SET = (
+    *("vocab_size", "vocab_size_per_layer_input", "max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"),
+    "max_sequence_length",
+)
+"""Fields that become VOCABULARY, smaller ones too: the rows of ``verify`` need so many ids and places."""
 
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _KEY_VALUE_HEADS = {
@@ -125,6 +129,8 @@ def _narrowed(facts: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, A
             continue
         if isinstance(value, dict):
             small[name] = _narrowed(value, whole)
+        elif name in _SET:
+            small[name] = VOCABULARY if isinstance(value, int) and value > 0 else value
         elif name in _AT_MOST:
             small[name] = _limited(value, _AT_MOST[name])
         elif name in _KEY_VALUE_HEADS:
@@ -149,7 +155,8 @@ def _key_value_heads(value: Any, heads: Any) -> Any:
     """Multi-head, grouped and multi-query attention stay what they are."""
     if not isinstance(value, int) or not isinstance(heads, int):
         return value
-    return HEADS if value >= heads else 1 if value == 1 else HEADS // 2
+    small_heads = min(heads, HEADS)
+    return small_heads if value >= heads else 1 if value == 1 else max(1, small_heads // 2)
 
 
 def _token(name: str, value: Any) -> Any:
