@@ -8,6 +8,7 @@ Leaves out: tools, images, servers. Checked by ``tests/test_chat.py``.
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -73,9 +74,15 @@ class Talker:
             return [token for asked, answered in pairs[:-1] for token in (*asked, *answered)] + pairs[-1][0]
         system = [{"role": "system", "content": options.default_system}] if options.default_system else []
         thinking = {} if options.enable_thinking is None else {"enable_thinking": options.enable_thinking}
-        rendered = self.tokenizer.apply_chat_template(
-            [*system, *self.history], add_generation_prompt=True, return_dict=True, **thinking
-        )
+        from jinja2 import TemplateError
+
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                [*system, *self.history], add_generation_prompt=True, return_dict=True, **thinking
+            )
+        except TemplateError as error:
+            name = self.options.model.model_name_or_path
+            raise UserError(f"{name}: its chat template fails ({error}): name one with template=NAME") from error
         return list(rendered["input_ids"])
 
     def _generate(self, ids: list[int], write: Callable[[str], None]) -> str:
@@ -121,7 +128,7 @@ class Talker:
 def _load_model(options: ChatConfig) -> Any:
     from transformers import AutoModelForCausalLM
 
-    from layerferry.models.build import read_config
+    from layerferry.models.build import read_config, reason
 
     model, name = options.model, options.model.model_name_or_path
     shared: dict[str, Any] = {
@@ -131,10 +138,13 @@ def _load_model(options: ChatConfig) -> Any:
     }
     read_config(name, **shared)  # a folder that is no model is named in our words
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(name, dtype=options.infer_dtype, device_map="auto", **shared)
-    except (OSError, ValueError) as error:
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise CheckpointError(f"{name}: cannot be loaded: {first}") from error
+        loaded, found = AutoModelForCausalLM.from_pretrained(
+            name, dtype=options.infer_dtype, device_map="auto", use_safetensors=True, output_loading_info=True, **shared
+        )
+    except Exception as error:  # a damaged file, a config that no model can be made of: of many libraries' classes
+        raise CheckpointError(f"{name}: cannot be loaded: {reason(error)}") from error
+    if missing := sorted(found["missing_keys"]):  # transformers would talk with random numbers in their place
+        raise CheckpointError(f"{name}: cannot be loaded: {len(missing)} tensors are not in it: {missing[0]} ...")
     return loaded.eval()
 
 
@@ -150,6 +160,8 @@ def _streamer(tokenizer: Any, write: Callable[[str], None], skip_special_tokens:
 
 def _messages() -> Iterator[str]:
     """Lines of standard input; on a terminal with a prompt and line editing."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # bytes that are no text would reach the tokenizer as halves of characters
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin)
         return

@@ -1,11 +1,13 @@
 """A conversation with a tiny random model: the oracle is transformers' own generate on the ids of the chat template."""
 
 import io
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from layerferry.chat import Talker, chat
@@ -97,6 +99,48 @@ def _halves(text: str) -> tuple[str, str]:
 def test_one_prompt(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chat(options(folder), prompt="One.")
     assert capsys.readouterr().out == Talker(options(folder)).say("One.", lambda text: None) + "\n"
+
+
+def copy_of(folder: Path, target: Path) -> Path:
+    return Path(shutil.copytree(folder, target))
+
+
+def test_damaged_weights_are_named(tmp_path: Path, folder: Path) -> None:
+    whole = (folder / "model.safetensors").read_bytes()
+    for number, content in enumerate((whole[:-100], whole[:50], b"", b"version https://git-lfs.github.com/spec/v1\n" * 3)):
+        damaged = copy_of(folder, tmp_path / str(number))
+        (damaged / "model.safetensors").write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"{damaged}: cannot be loaded: "):
+            Talker(options(damaged))
+
+
+def test_missing_weights_are_not_made_up(tmp_path: Path, folder: Path) -> None:
+    part = copy_of(folder, tmp_path / "part")
+    tensors = load_file(part / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="1 tensors are not in it: model.layers.1.mlp.up_proj.weight"):
+        Talker(options(part))
+    pickled = copy_of(folder, tmp_path / "pickled")
+    (pickled / "model.safetensors").unlink()
+    torch.save({}, pickled / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="cannot be loaded: .*safetensors"):
+        Talker(options(pickled))
+
+
+@pytest.mark.parametrize("text", ["{% for %}", "{{ raise_exception('no such thing') }}"])
+def test_a_chat_template_that_fails_is_named(tmp_path: Path, folder: Path, text: str) -> None:
+    broken = copy_of(folder, tmp_path / "broken")
+    (broken / "chat_template.jinja").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=f"{broken}: its chat template fails .*: name one with template=NAME"):
+        Talker(options(broken)).say("Hi", lambda text: None)
+
+
+def test_input_that_is_no_text(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    bytes_in = io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8", errors="surrogateescape")
+    monkeypatch.setattr("sys.stdin", bytes_in)
+    chat(options(folder))
+    assert capsys.readouterr().out
 
 
 def test_what_is_no_model_is_named(tmp_path: Path, folder: Path) -> None:
