@@ -228,7 +228,7 @@ def load(name: str) -> Template:
     if name not in rows:
         close = difflib.get_close_matches(name, rows, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
-        raise DataError(f"template {name} is not known: {hint}({len(rows)} names; auto takes the tokenizer's own)")
+        raise DataError(f"template {name or repr(name)} is not known: {hint}there are {len(rows)}; auto is the tokenizer's own")
     row = rows[name]
     if row["kind"] not in KINDS:
         raise DataError(f"template {name} cannot be rendered exactly here (kind {row['kind']}): use template: auto")

@@ -12,6 +12,7 @@ Checked by ``tests/store/test_safetensors_writer.py`` against the safetensors li
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -91,7 +92,8 @@ def write_pretrained(
         raise CheckpointError(text) from error
     finally:
         for file in temporary.values():
-            file.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                file.unlink()
     return WrittenCheckpoint(files=tuple(temporary), total_bytes=total_bytes)
 
 

@@ -203,3 +203,12 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'x' was announced as \(2,\) torch.float32, made as \(3,\)"):
         write_pretrained(tmp_path, [("x", (2,), torch.float32, returning(torch.ones(3)))])
     assert not content(tmp_path)
+
+
+def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("x")
+    for folder in (file, file / "below"):
+        with pytest.raises(CheckpointError, match=r"(File exists|Not a directory); the weights need"):
+            write_pretrained(folder, to_write({"a": torch.ones(2)}))
+    assert file.read_text() == "x"
