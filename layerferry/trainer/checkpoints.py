@@ -49,9 +49,9 @@ class Checkpoints:
 
     def save(self, step: int, state: RunState, history: History) -> None:
         """Begin ``checkpoint-<step>``; what is due while an earlier one is being written waits for it."""
-        if self._last is not None and self._last[0] == step:
-            return
         self.report(wait=True)
+        if self.is_whole(step):
+            return
         small = {**self._side_files, STATE_NAME: history.state_bytes(), **state.files()}
         self._last = (step, False)
         self._saver.start(step, small)

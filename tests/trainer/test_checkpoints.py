@@ -38,6 +38,18 @@ def test_one_step_is_saved_once(tmp_path: Path) -> None:
     assert saver.started == [1, 2]
 
 
+def test_a_save_that_failed_is_tried_again(tmp_path: Path) -> None:
+    """A signal at a step whose save has failed: the disk may be well again."""
+    loop = make_loop(make_config(tmp_path), FakeEngine([]))
+    saver = FakeSaver(tmp_path, faults={1: "full"})
+    checkpoints = Checkpoints(saver, {})  # type: ignore[arg-type]
+    checkpoints.save(1, loop.state(), loop.history)
+    saver.faults.clear()
+    checkpoints.save(1, loop.state(), loop.history)
+    checkpoints.report(wait=True)
+    assert saver.started == [1, 1] and checkpoints.is_whole(1)
+
+
 def test_a_fault_is_told_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     loop = make_loop(make_config(tmp_path), FakeEngine([]))
     checkpoints = Checkpoints(FakeSaver(tmp_path, faults={1: "the disk is full: free space"}), {})  # type: ignore[arg-type]
