@@ -2,7 +2,12 @@
 
 The partitioner decides under ``activation_memory_budget`` what the compiled forward keeps (torch.compile's min-cut with a
 memory budget). Changing the global budget and compiling again would silently reuse the first graph, so each budget has a
-backend of its own. A layer that does not compile runs eagerly, and one line says which.
+backend of its own. The second shape of a behaviour is compiled with symbolic sizes and serves all further ones.
+
+TRAP: all layers of one class share a code object, and dynamo goes over to eager in silence when that has been compiled
+``recompile_limit`` times; what is kept would then not be what was planned. The limit is raised beyond any plan's need, and
+reaching it is an error; a layer that does not compile runs eagerly, and one line says which
+(tests/engine/test_compiled.py).
 """
 
 from __future__ import annotations
@@ -13,27 +18,55 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from layerferry.models.template import Template
 from layerferry.plan import Plan
 
 log = logging.getLogger(__name__)
 
+RECOMPILE_LIMIT = 512
+"""Graphs of one code object: behaviours x shapes x training or evaluation x budgets, in one process."""
+
 
 def preparer(plan: Plan) -> Callable[[Template], None]:
     """What ``Templates`` does to a new template under ``plan``."""
     if not plan.compile:
         return _as_it_is
+    import torch._dynamo.config as dynamo
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
+    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * RECOMPILE_LIMIT)
+    dynamo.fail_on_recompile_limit_hit = True
     backend = budget_backend(plan.activation_budget)
 
     def prepare(template: Template) -> None:
-        template.module.compile(backend=backend, dynamic=False)
+        template.run = CompiledLayer(template.module, backend)
 
     return prepare
 
 
 def _as_it_is(template: Template) -> None:
     return None
+
+
+class CompiledLayer:
+    """Calls ``module`` compiled by ``backend``; from its first failure to compile on, as it is."""
+
+    def __init__(self, module: nn.Module, backend: Callable[..., Any]) -> None:
+        self._module = module
+        self._run: Callable[..., Any] = torch.compile(module, backend=backend)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+        try:
+            return self._run(*args, **kwargs)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            log.warning("%s does not compile and runs eagerly, keeping more than planned: %s", type(self._module).__name__, first)
+            self._run = self._module
+            return self._run(*args, **kwargs)
 
 
 @functools.cache

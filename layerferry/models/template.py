@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import enum
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -55,6 +55,8 @@ class Template:
 
     def __init__(self, layer: nn.Module, plane: Plane, balance: RouterBalance | None = None) -> None:
         self.module = copy.deepcopy(layer)
+        self.run: Callable[..., Any] = self.module
+        """The layer's forward: the module, or what the compiler made of it."""
         self.routed: list[Tensor] = [] if balance is None else balance.watch(self.module)
         """Router logits of the last call, where a load-balancing loss is wanted."""
         self.parameters: list[nn.Parameter] = []
@@ -80,9 +82,9 @@ class Template:
         """hidden [B, T, D] -> [B, T, D]; ``args`` and ``kwargs`` are those of ``call`` with leaves of the tape in place."""
         self.routed.clear()
         if call.hidden_name is None:
-            output = self.module(hidden, *args, **kwargs)
+            output = self.run(hidden, *args, **kwargs)
         else:
-            output = self.module(*args, **{call.hidden_name: hidden}, **kwargs)
+            output = self.run(*args, **{call.hidden_name: hidden}, **kwargs)
         return hidden_of(output, hidden, call.onward)
 
 

@@ -1,0 +1,92 @@
+"""Compiled layers: few graphs for many shapes, never eager in silence, and a layer that does not compile still trains."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from layerferry.engine.compiled import CompiledLayer, budget_backend, preparer
+from layerferry.plan import Plan
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.down(torch.nn.functional.silu(self.up(hidden)))
+
+
+class Counting:
+    """A backend that counts its graphs and compiles them with dynamo's own eager one."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
+        self.graphs += 1
+        return graph.forward
+
+
+class Template:
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.run: Any = module
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Any:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def test_many_widths_take_few_graphs_and_none_is_eager() -> None:
+    preparer(Plan(compile=True))
+    backend, layer = Counting(), Layer()
+    compiled = CompiledLayer(layer, backend)
+    for width in range(8, 8 + 8 * 20, 8):
+        hidden = torch.randn(2, width, 8)
+        assert torch.equal(compiled(hidden), layer(hidden))
+    assert compiled._run is not layer
+    assert backend.graphs <= 3  # the first shape, then one with symbolic sizes, and width 1 would be the third
+
+
+def test_more_behaviours_than_dynamos_own_limit_are_all_compiled() -> None:
+    preparer(Plan(compile=True))
+    backend = Counting()
+    for width in range(20):
+        module = Layer()
+        module.up, module.down = nn.Linear(8, 4 + width), nn.Linear(4 + width, 8)
+        CompiledLayer(module, backend)(torch.randn(2, 3, 8))
+    assert backend.graphs >= 9  # dynamo's default would have stopped at eight, without a word
+
+
+def test_a_layer_that_does_not_compile_runs_eagerly_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
+        raise RuntimeError("no such instruction")
+
+    layer = Layer()
+    compiled, hidden = CompiledLayer(layer, broken), torch.randn(2, 3, 8)
+    with caplog.at_level(logging.WARNING):
+        results = [compiled(hidden) for _ in range(3)]
+    assert all(torch.equal(result, layer(hidden)) for result in results)
+    said = [record.getMessage() for record in caplog.records if "does not compile" in record.getMessage()]
+    assert len(said) == 1 and said[0].startswith("Layer does not compile")
+
+
+def test_without_compile_a_template_is_left_alone() -> None:
+    template = Template(Layer())
+    preparer(Plan(compile=False))(template)  # type: ignore[arg-type]
+    assert template.run is template.module
+
+
+def test_a_budget_has_one_backend() -> None:
+    assert budget_backend(0.5) is budget_backend(0.5)
+    assert budget_backend(0.5) is not budget_backend(0.3)
