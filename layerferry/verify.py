@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from layerferry.errors import ModelRefused
+from layerferry.errors import LayerFerryError, ModelRefused
 from layerferry.units import Unit
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _small_model(config: Any) -> Any:
 
     try:
         model = random_model(shrunk(config))
-    except ModelRefused:
+    except LayerFerryError:
         raise
     except Exception as error:  # whatever the family's own config and model code make of small numbers
         raise ModelRefused(f"{config.model_type}: no small copy of it can be built: {_first_line(error)}") from error

@@ -127,6 +127,8 @@ def test_refused_models_raise(tmp_path: Path) -> None:
 def test_no_config(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="config.json"):
         verify(tmp_path)
+    with pytest.raises(CheckpointError, match="no model can be made of its config.json"):
+        verify(folder_of(tmp_path, REAL["Qwen2.5-7B"] | {"hidden_act": "nope"}))
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(CheckpointError, match="config.json"):
         verify(tmp_path)

@@ -15,7 +15,7 @@ from layerferry.config import Config, ModelConfig
 from layerferry.data.pipeline import make_template
 from layerferry.data.templates import Template
 from layerferry.errors import DataError
-from layerferry.models.build import refuse_missing_folder
+from layerferry.models.build import reason, refuse_missing_folder
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +67,7 @@ def _from_files(model: ModelConfig) -> Any:
             padding_side="right",
         )
     except Exception as error:  # OSError, ValueError, the hub's and the tokenizers library's own
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise DataError(f"the tokenizer of {model.model_name_or_path} cannot be loaded: {reason[0]}") from None
+        raise DataError(f"the tokenizer of {model.model_name_or_path} cannot be loaded: {reason(error)}") from None
 
 
 FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")

@@ -45,6 +45,9 @@ def read_config(
             source, revision=revision, trust_remote_code=trust_remote_code, cache_dir=cache_dir
         )
     except Exception as error:  # the hub's, the JSON reader's and the family's own checks, of many classes
+        if "trust_remote_code" in str(error):
+            first = str(error).strip().partition("\n")[0].rstrip(". ")
+            raise CheckpointError(f"{source}: no usable config.json: {first}: trust_remote_code: true runs it") from error
         raise CheckpointError(f"{source}: no usable config.json: {reason(error)}") from error
     return config
 

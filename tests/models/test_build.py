@@ -40,6 +40,12 @@ def test_a_config_that_transformers_refuses(tmp_path: Path, changes: dict[str, A
         read_config(folder_of(tmp_path, **changes))
 
 
+def test_code_that_ships_with_a_model_names_its_key(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, model_type="mine", auto_map={"AutoConfig": "code.Config"})
+    with pytest.raises(CheckpointError, match="contains custom code.*: trust_remote_code: true runs it"):
+        read_config(folder)
+
+
 def test_a_folder_without_a_config(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"{tmp_path}: no usable config.json: the folder has none"):
         read_config(str(tmp_path))
