@@ -34,6 +34,7 @@ from layerferry.engine.sizes import device_sizes
 from layerferry.engine.sweep import Sweep, Wave
 from layerferry.engine.tape import Tape
 from layerferry.engine.templates import Templates
+from layerferry.errors import PlanError
 from layerferry.models.skeleton import Skeleton
 from layerferry.objectives.base import Objective
 from layerferry.objectives.cross_entropy import CrossEntropy
@@ -41,6 +42,9 @@ from layerferry.optim.base import Optimizer, StepHyper
 from layerferry.plan import Plan
 from layerferry.store.store import Store
 from layerferry.units import Unit
+
+PADDING = 8
+"""Rows are padded to a multiple of this many tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +145,7 @@ class Engine:
         ``settle`` completes it.
         """
         begin = time.perf_counter()
+        refuse_beyond_plan(micro_batches, self.plan)
         objective = objective or self._default_objective
         denominator = objective.denominator(micro_batches)
         report = _Counts(sum(m.num_targets for m in micro_batches), sum(m.num_tokens for m in micro_batches))
@@ -200,6 +205,7 @@ class Engine:
             with self.backend.computing():
                 wave = numbered[start : start + rows]
                 total += float(self._sweep.evaluate(wave, objective, denominator, router_loss=router_loss))
+        self.clock.take_waits()  # they are no step's
         return EvalReport(loss=total, num_targets=sum(m.num_targets for m in micro_batches))
 
     def settle(self) -> None:
@@ -252,6 +258,22 @@ class _Counts:
             exposed_optimizer_s=idle.get("optimizer", 0.0),
             exposed_link_s=idle.get("link", 0.0),
         )
+
+
+def refuse_beyond_plan(micro_batches: Sequence[MicroBatch], plan: Plan) -> None:
+    """Raise ``PlanError`` for rows or micro-batches larger than those whose bytes were planned; padding to 8 tokens is free."""
+    if not plan.row_tokens:
+        return
+    longest = -(-plan.row_tokens // PADDING) * PADDING
+    for micro_batch in micro_batches:
+        rows, tokens = micro_batch.input_ids.shape
+        if tokens > longest:
+            raise PlanError(f"a row of {tokens} tokens; the plan is for {plan.row_tokens}: load with row_tokens={tokens}")
+        if rows * tokens > plan.micro_batch_rows * longest:
+            raise PlanError(
+                f"a micro-batch of {rows} rows of {tokens} tokens; the plan is for {plan.micro_batch_rows} of {plan.row_tokens}: "
+                f"load with micro_batch_rows={rows}"
+            )
 
 
 def clip_coefficient(norm: float, limit: float) -> float:

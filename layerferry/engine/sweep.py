@@ -214,6 +214,8 @@ class Sweep:
                     template = self.templates.bound(index, slot)
                     for run in passes:
                         call = run.calls[index]
+                        if run.micro_batch.isolated:
+                            self.isolation.check(template, skeleton.keys[index], run.micro_batch, run.hidden, call)
                         run.hidden = template(run.hidden, call.args, call.kwargs, call)
                         run.routed += template.routed
             with self.feed(skeleton.epilogue_unit) as slot:

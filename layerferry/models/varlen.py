@@ -27,6 +27,9 @@ NAME = "layerferry"
 BOUNDARIES_MULTIPLE = 64
 """Boundaries are padded to a multiple of this many, so that compiled layers see few shapes."""
 
+KEEP_MASKS = ("nemotron",)
+"""Families whose layers do not hand the boundaries on to their attention."""
+
 _without_mask: ContextVar[bool] = ContextVar("without_mask", default=False)
 
 
@@ -55,6 +58,7 @@ def use_where_possible(model: PreTrainedModel) -> bool:
         and kinds <= {"full_attention", "sliding_attention"}
         and not any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters())
     )
+    plain = plain and model.config.model_type not in KEEP_MASKS
     able = getattr(model, "_supports_flash_attn", False) and getattr(model, "_supports_attention_backend", False)
     if model.config._attn_implementation != "sdpa" or not (takes_anything and plain and able):
         return False

@@ -21,7 +21,7 @@ ROWS = ((Lane.UPLOAD, "upload"), (Lane.COMPUTE, "compute"), (Lane.DOWNLOAD, "dow
 COLOURS = {Lane.UPLOAD: "#4477aa", Lane.COMPUTE: "#228833", Lane.DOWNLOAD: "#aa3377", Lane.HOST: "#ccbb44"}
 WAIT = "wait: "
 RECORDED_STEP = 4
-"""By then every shape is compiled, and the step before has left updates to hide."""
+"""Of this process: by then every shape is compiled, and the step before has left updates to hide."""
 
 logger = logging.getLogger("layerferry.trainer")
 
@@ -30,17 +30,23 @@ class StepRecorder:
     """Records one step of a run, an early one that is past compilation, into ``folder``; with None, nothing."""
 
     def __init__(self, engine: Engine, folder: Path | None, total_steps: int) -> None:
-        self._engine, self._folder = engine, folder
-        self._step = min(RECORDED_STEP, total_steps)
+        self._engine, self._folder, self._last_step = engine, folder, total_steps
+        self._taken = 0
 
     @contextmanager
     def recording(self, step: int) -> Iterator[None]:
         """Around step number ``step`` (from 1)."""
-        if self._folder is None or step != self._step:
+        self._taken += 1
+        due = self._taken == RECORDED_STEP or (step == self._last_step and self._taken < RECORDED_STEP)
+        if self._folder is None or not due:
             yield
             return
         self._engine.clock.start_recording()
-        yield
+        try:
+            yield
+        except BaseException:
+            self._engine.clock.stop_recording()
+            raise
         spans = self._engine.clock.stop_recording()
         write_trace(spans, self._folder / "timeline.json")
         draw(spans, self._folder / "timeline.png", title=f"step {step}: {spans[-1].end_s - spans[0].begin_s:.2f} s")
