@@ -104,6 +104,15 @@ class Saver:
                 f"{(needed - free) / 2**30:.2f} GiB short. Free space, use another output_dir, or set save_only_model: true"
             )
 
+    def check_model_space(self) -> None:
+        """``CheckpointError`` where the disk has no room for the model at the end."""
+        free = self._files.free_bytes(self._output_dir)
+        if free < self.model_bytes:
+            raise CheckpointError(
+                f"{self._output_dir}: the trained model needs {self.model_bytes / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are "
+                f"free: {(self.model_bytes - free) / 2**30:.2f} GiB short. Free space, or use another output_dir"
+            )
+
     def start(self, step: int, small_files: Mapping[str, bytes]) -> None:
         """Begin ``checkpoint-<step>``; waits for the one before. ``small_files`` are written as they are."""
         assert self._pending is None, "the outcome of the checkpoint before must be taken first"

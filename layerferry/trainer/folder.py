@@ -24,6 +24,8 @@ WEIGHT_SUFFIXES = {".safetensors", ".bin"}
 
 def check_folder(config: TrainConfig) -> None:
     """Raise ConfigError where the run could not write its results; whose results are there already is ``resume``'s question."""
+    if not config.output_dir.strip():
+        raise ConfigError("output_dir: empty; name the folder that the results go to")
     folder = Path(config.output_dir)
     try:
         _try_writing(folder)

@@ -38,6 +38,8 @@ class History:
         self._folder = Path(config.output_dir)
         self._clock = clock
         self._start_s = clock()
+        self._first_done: tuple[int, float] | None = None
+        """Number of this process's first step, and when it was done."""
         self.entries: list[Entry] = []
         self.log_lines: list[str] = []
         """The lines of trainer_log.jsonl."""
@@ -52,7 +54,12 @@ class History:
 
     def restart_clock(self) -> None:
         """Start counting now: loading is not training."""
-        self._start_s = self._clock()
+        self._start_s, self._first_done = self._clock(), None
+
+    def step_done(self, step: int) -> None:
+        """Called after every step: the time that is left is told from those behind the first, which compiles."""
+        if self._first_done is None:
+            self._first_done = step, self._clock()
 
     def add(self, metrics: Mapping[str, float], *, step: int, epoch: float) -> Entry:
         """Append an entry to the history and a line to trainer_log.jsonl."""
@@ -93,11 +100,20 @@ class History:
         line["epoch"] = entry["epoch"]
         line["percentage"] = round(step / total * 100, 2) if total else 100
         line["elapsed_time"] = clock_time(elapsed_s)
-        line["remaining_time"] = clock_time(elapsed_s / step * (total - step) if step else 0)
+        line["remaining_time"] = self._remaining_time(total - step, step)
         if self._config.include_num_input_tokens_seen:
             line["throughput"] = round(self.tokens_seen / max(elapsed_s, 1e-9), 2)
             line["total_tokens"] = self.tokens_seen
         return line
+
+    def _remaining_time(self, steps_left: int, step: int) -> str:
+        """Empty while it is not known."""
+        if steps_left <= 0:
+            return clock_time(0)
+        if self._first_done is None or step <= self._first_done[0]:
+            return ""
+        first, done_s = self._first_done
+        return clock_time((self._clock() - done_s) / (step - first) * steps_left)
 
     def write_state(self, folder: Path) -> None:
         """Write trainer_state.json into the output folder."""

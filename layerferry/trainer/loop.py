@@ -31,7 +31,7 @@ from layerferry.trainer.guards import SkipGuard, SpikeGuard, named_rows
 from layerferry.trainer.history import Entry, History
 from layerferry.trainer.interrupts import Interrupts
 from layerferry.trainer.meter import Meter, Work, model_flops
-from layerferry.trainer.progress import Progress, View, host_resident_bytes
+from layerferry.trainer.progress import Progress, View, counter, host_resident_bytes
 from layerferry.trainer.reporters import Reporter
 from layerferry.trainer.state import RunState, Totals, data_facts, settings_of
 from layerferry.trainer.timeline import StepRecorder
@@ -78,6 +78,9 @@ class Loop:
     def run(self) -> dict[str, float]:
         """Take every step; return Hugging Face's training metrics."""
         self.history.restart_clock()
+        if self.totals.step < self.cadence.total_steps:
+            begun = counter(self.totals.step, self.cadence.total_steps)
+            self.progress.activity(f"{begun}  the first step compiles and touches everything ...")
         patience_s = 60 * self.config.train.watchdog_minutes
         with Interrupts() as interrupts, Watchdog(self.lanes(), patience_s):
             try:
@@ -121,6 +124,7 @@ class Loop:
         self._spikes.look(batch, report, self.totals.step + 1)
         totals = self.totals
         totals.step += 1
+        self.history.step_done(totals.step)
         totals.samples += len(batch.sample_ids)
         totals.loss += report.loss
         totals.window_loss += report.loss
@@ -202,6 +206,7 @@ class Loop:
         return f"stopped after step {step}; {name} is saved: the same command goes on from there (without overwrite_output_dir)"
 
     def _view(self, report: StepReport, lr: float, epoch: float) -> View:
+        pace_s = self.meter.seconds_per_step
         return View(
             step=self.totals.step,
             total_steps=self.cadence.total_steps,
@@ -214,7 +219,7 @@ class Loop:
             mfu=self.meter.mfu,
             device_bytes=self.engine.backend.peak_bytes(),
             host_bytes=host_resident_bytes(),
-            eta_s=self.meter.seconds_per_step * (self.cadence.total_steps - self.totals.step),
+            eta_s=None if pace_s is None else pace_s * (self.cadence.total_steps - self.totals.step),
         )
 
     def evaluate(self, epoch: float) -> dict[str, float]:

@@ -40,8 +40,11 @@ class Meter:
         self._steps.append(work)
 
     @property
-    def seconds_per_step(self) -> float:
-        return sum(work.seconds for work in self._steps) / max(len(self._steps), 1)
+    def seconds_per_step(self) -> float | None:
+        """None before the second step: the first one compiles, and says nothing about those to come."""
+        if not self._has_warm_steps:
+            return None
+        return sum(work.seconds for work in self._steps) / len(self._steps)
 
     @property
     def tokens_per_s(self) -> float:

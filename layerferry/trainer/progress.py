@@ -45,7 +45,8 @@ class View:
     """Peak; 0 where the device is the host."""
     host_bytes: int
     """Resident."""
-    eta_s: float
+    eta_s: float | None
+    """None: not known yet."""
 
     def fields(self, loss: float) -> list[str]:
         """The numbers, most wanted first: a narrow terminal cuts from the right."""
@@ -54,8 +55,9 @@ class View:
             f"lr {self.lr:.2e}",
             f"grad norm {self.grad_norm:.3g}",
             f"{self.tokens_per_s:,.0f} tokens/s",
-            f"ETA {clock_time(self.eta_s)}",
         ]
+        if self.eta_s is not None:
+            parts.append(f"ETA {clock_time(self.eta_s)}")
         if self.mfu is not None:
             parts.append(f"MFU {self.mfu:.1%}")
         if self.device_bytes:
@@ -69,7 +71,7 @@ class View:
 
     def live_line(self, columns: int) -> str:
         """The live line, cut to the terminal at a whole field."""
-        line = f"{self.step}/{self.total_steps} {bar(self.step / self.total_steps)}"
+        line = counter(self.step, self.total_steps)
         for part in self.fields(self.loss):
             if len(line) + 2 + len(part) >= columns:
                 break
@@ -123,13 +125,15 @@ class LiveLine:
             self._is_drawn = False
 
     def finish(self) -> None:
-        """Leave the last step standing."""
+        """Leave the last step standing; what went on before the first one goes."""
         if self._last_step:
             self._draw(self._last_step)
             self._stream.write("\n")
             self._stream.flush()
             self._is_drawn = False
             self._last_step = ""
+        else:
+            self.clear()
 
     def _draw(self, text: str) -> None:
         self._stream.write(CLEAR + text)
@@ -159,6 +163,11 @@ def progress(*, plain: bool | None, stream: TextIO | None = None) -> Iterator[Pr
         line.finish()
         for handler in handlers:
             handler.removeFilter(make_room)
+
+
+def counter(step: int, total_steps: int) -> str:
+    """Steps done, with the bar."""
+    return f"{step}/{total_steps} {bar(step / total_steps)}"
 
 
 def bar(share: float) -> str:

@@ -67,6 +67,7 @@ def _folder(config: TrainConfig) -> Path | None:
         assert wish is not None
         return Path(wish)
     if wish is None and config.overwrite_output_dir:
+        _say_what_is_passed_over(output_dir)
         return None
     found = candidates(output_dir)
     if found:
@@ -87,3 +88,14 @@ def _folder(config: TrainConfig) -> Path | None:
             "set overwrite_output_dir: true, or another output_dir"
         )
     return None
+
+
+def _say_what_is_passed_over(output_dir: Path) -> None:
+    """A run that starts anew beside a checkpoint says so: the key may stand in the file from another day."""
+    for folder in checkpoints(output_dir)[:1]:
+        try:
+            resumable = Manifest.read(folder).resumable
+        except CheckpointError:
+            resumable = False
+        remedy = f"; resume_from_checkpoint={folder} goes on from it" if resumable else ""
+        logger.info("%s is left alone: overwrite_output_dir is true%s", folder.name, remedy)

@@ -23,7 +23,8 @@ from layerferry.checkpoint.folders import Latest, write_latest
 from layerferry.checkpoint.lock import FolderLock
 from layerferry.checkpoint.save import Saver
 from layerferry.config import Config
-from layerferry.data import DataSets, Sampler, build, tokenizer
+from layerferry.data import DataSets, Sampler, SampleSet, build, tokenizer
+from layerferry.data.batches import PAD_MULTIPLE
 from layerferry.engine.anomaly import WatchfulTape
 from layerferry.engine.engine import Engine
 from layerferry.errors import ConfigError
@@ -53,6 +54,12 @@ from layerferry.trainer.timeline import StepRecorder
 
 logger = logging.getLogger("layerferry.trainer")
 
+MAX_STEPS = 10**9
+"""More is a slip of the pen: at a step a second, thirty years."""
+
+POSITION_TABLES = ("biogpt", "codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "openai-gpt", "opt")
+"""Model types that look positions up in a table of fixed length: a longer row has no entry there."""
+
 
 def train(config: Config) -> None:
     """Run what ``config`` asks for: training, evaluation, or both."""
@@ -63,11 +70,9 @@ def train(config: Config) -> None:
         raise ConfigError("nothing to do: set do_train: true, do_eval: true, or both")
     loaded = tokenizer.load(config)
     data = build(config, loaded.tokenizer)
-    check_vocabulary(config, data)
+    check_rows(config, data)
     sampler = Sampler.of(config, len(data.train))
-    total_steps = sampler.total_steps(config.train.num_train_epochs, config.train.max_steps) if config.train.do_train else 0
-    if config.train.do_train and total_steps == 0:
-        raise ConfigError(f"num_train_epochs: {config.train.num_train_epochs:g} trains nothing")
+    total_steps = steps_of(config, sampler) if config.train.do_train else 0
     cadence = Cadence.of(config.train, total_steps, has_eval_rows=bool(data.eval))
     if wants_evaluation(config) and not data.eval:
         raise ConfigError("do_eval: true needs rows to evaluate on: set val_size or eval_dataset")
@@ -79,6 +84,7 @@ def train(config: Config) -> None:
         backend = make(config.engine.device)
         machine = machine_for(config.engine, backend)  # before loading: free memory is what the plan had to choose from
         row_tokens = max(int(samples.lengths.max()) for samples in (data.train, *data.eval.values()))
+        logger.info("loading weights ...")
         engine = api.load(
             config.model.model_name_or_path,
             config=config,
@@ -150,31 +156,61 @@ def saver_of(config: Config, engine: Engine, folder: Path, start: Start | None) 
     run = secrets.token_hex(8) if start is None else start.manifest.run
     saver = Saver(engine, folder, run=run, keep=train.save_total_limit, model_only=train.save_only_model)
     if train.do_train:
-        if train.save_strategy != "no":
+        if train.save_strategy == "no":
+            saver.check_model_space()
+        else:
             saver.check_space(more_bytes=saver.model_bytes)
         if start is None:
             write_latest(Files(), folder, Latest(run=run, checkpoint=None))
     return saver
 
 
-def check_vocabulary(config: Config, data: DataSets) -> None:
-    """Raise ConfigError where the rows hold ids that the model's embedding does not have."""
+def steps_of(config: Config, sampler: Sampler) -> int:
+    """The steps of the whole run; ConfigError where it has none, or more than anybody means."""
+    epochs, max_steps = config.train.num_train_epochs, config.train.max_steps
+    if not math.isfinite(epochs):
+        raise ConfigError(f"num_train_epochs: expected a finite number, found {epochs:g}")
+    steps = max_steps if max_steps > 0 else epochs * sampler.steps_per_epoch
+    if steps > MAX_STEPS:
+        key, value = ("max_steps", f"{max_steps}") if max_steps > 0 else ("num_train_epochs", f"{epochs:g}")
+        raise ConfigError(f"{key}: {value} makes {steps:.3g} steps, at most {MAX_STEPS} are taken")
+    if steps <= 0:
+        raise ConfigError(f"num_train_epochs: {epochs:g} trains nothing")
+    return sampler.total_steps(epochs, max_steps)
+
+
+def check_rows(config: Config, data: DataSets) -> None:
+    """Raise ConfigError where the rows hold ids or positions that the model's tables do not have."""
     given = config.model
-    if given.resize_vocab:
-        return
     found = read_config(
         given.model_name_or_path,
         revision=given.model_revision,
         trust_remote_code=given.trust_remote_code,
         cache_dir=given.cache_dir,
     )
-    num_rows = int(found.get_text_config().vocab_size)
-    largest = max(int(samples.ids.max()) for samples in (data.train, *data.eval.values()))
-    if largest >= num_rows:
+    text, sets = found.get_text_config(), (data.train, *data.eval.values())
+    num_positions = int(text.max_position_embeddings) if text.model_type in POSITION_TABLES else None
+    longest = max(map(positions_of, sets))
+    if num_positions is not None and longest > num_positions:
+        raise ConfigError(
+            f"cutoff_len: {config.data.cutoff_len}: the data has rows of {longest} positions (filled up to a multiple of "
+            f"{PAD_MULTIPLE}), and {given.model_name_or_path} has a table of {num_positions}: "
+            f"set cutoff_len: {num_positions // PAD_MULTIPLE * PAD_MULTIPLE} or less"
+        )
+    num_rows = int(text.vocab_size)
+    largest = max(int(samples.ids.max()) for samples in sets)
+    if largest >= num_rows and not given.resize_vocab:
         raise ConfigError(
             f"the data holds token {largest}, and the embedding of {given.model_name_or_path} ends at {num_rows - 1}: "
             "resize_vocab: true gives new tokens rows, or take a template whose tokens the model has"
         )
+
+
+def positions_of(samples: SampleSet) -> int:
+    """Positions that the widest micro-batch counts: of its padding too, unless the rows bring positions that start again."""
+    if samples.positions is not None:
+        return max(int(samples.positions.max()) + 1, PAD_MULTIPLE)
+    return -(-int(samples.lengths.max()) // PAD_MULTIPLE) * PAD_MULTIPLE
 
 
 def wants_evaluation(config: Config) -> bool:

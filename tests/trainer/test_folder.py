@@ -27,6 +27,12 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
             check_folder(config(folder))
 
 
+@pytest.mark.parametrize("name", ["", " "])
+def test_a_folder_without_a_name(name: str) -> None:
+    with pytest.raises(ConfigError, match="output_dir: empty"):
+        check_folder(TrainConfig(output_dir=name))
+
+
 def test_a_folder_that_nobody_may_write() -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
         check_folder(config(Path("/proc/layerferry")))

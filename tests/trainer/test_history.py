@@ -29,7 +29,10 @@ def make_history(folder: Path, clock: Clock, **train: object) -> History:
 def test_log_line_is_llama_factorys(tmp_path: Path) -> None:
     clock = Clock()
     history = make_history(tmp_path, clock, include_num_input_tokens_seen=True)
-    clock.now += 10.7
+    clock.now += 7
+    history.step_done(1)
+    clock.now += 3.7
+    history.step_done(2)
     history.tokens_seen = 704
     history.add({"loss": 2.587, "grad_norm": 3.5, "learning_rate": 1e-05}, step=2, epoch=0.4)
     assert read_lines(tmp_path / "trainer_log.jsonl") == [
@@ -41,11 +44,23 @@ def test_log_line_is_llama_factorys(tmp_path: Path) -> None:
             "epoch": 0.4,
             "percentage": 50.0,
             "elapsed_time": "0:00:10",
-            "remaining_time": "0:00:10",
+            "remaining_time": "0:00:07",
             "throughput": 65.79,
             "total_tokens": 704,
         }
     ]
+
+
+def test_remaining_time_forgets_the_first_step(tmp_path: Path) -> None:
+    clock = Clock()
+    history = make_history(tmp_path, clock)
+    for seconds in (1000, 5, 7, 9):
+        clock.now += seconds
+        step = len(history.entries) + 1
+        history.step_done(step)
+        history.add({"loss": 1.0}, step=step, epoch=0.1)
+    times = [line["remaining_time"] for line in read_lines(tmp_path / "trainer_log.jsonl")]
+    assert times == ["", "0:00:10", "0:00:06", "0:00:00"]
 
 
 def test_eval_line_and_no_tokens_unless_asked(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from layerferry.trainer.progress import LiveLine, PlainLog, View, bar, host_resident_bytes, progress
+from layerferry.trainer.progress import LiveLine, PlainLog, View, bar, counter, host_resident_bytes, progress
 
 VIEW = View(
     step=12,
@@ -42,6 +42,10 @@ def test_every_number_is_shown() -> None:
 def test_on_the_cpu_neither_device_nor_mfu() -> None:
     line = replace(VIEW, mfu=None, device_bytes=0).log_line()
     assert "MFU" not in line and "device" not in line and "host 2.0 GiB" in line
+
+
+def test_no_remaining_time_while_it_is_not_known() -> None:
+    assert "ETA" not in replace(VIEW, eta_s=None).log_line()
 
 
 @pytest.mark.parametrize("columns", [20, 40, 61, 80, 120, 200])
@@ -79,6 +83,13 @@ def test_the_last_line_stays() -> None:
     with progress(plain=None, stream=out) as shown:
         shown.step(VIEW, logs=False)
     assert out.getvalue().endswith("\n") and "12/48" in out.getvalue()
+
+
+def test_what_went_on_before_the_first_step_goes() -> None:
+    out = Terminal()
+    with progress(plain=None, stream=out) as shown:
+        shown.activity(counter(0, 48))
+    assert out.getvalue().startswith("\r\x1b[K0/48 ") and out.getvalue().endswith("\r\x1b[K")
 
 
 def test_plain_where_there_is_no_terminal(caplog: pytest.LogCaptureFixture) -> None:

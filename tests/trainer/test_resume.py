@@ -59,6 +59,15 @@ def test_the_newest_unless_told_otherwise(begins: Begins, output: Path) -> None:
     assert begins(resume_from_checkpoint=RESUME_NEVER) == 0
 
 
+def test_a_checkpoint_that_is_passed_over_is_spoken_of(begins: Begins, output: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert begins(overwrite_output_dir=True, save_strategy="no") == 0
+    said = (
+        f"checkpoint-2 is left alone: overwrite_output_dir is true; resume_from_checkpoint={output}/checkpoint-2 goes on from it"
+    )
+    assert said in [record.getMessage() for record in caplog.records]
+    assert begins(resume_from_checkpoint=f"{output}/checkpoint-2") == 2
+
+
 def test_weights_without_a_checkpoint(begins: Begins, output: Path) -> None:
     for path in output.glob("checkpoint-*"):
         shutil.rmtree(path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 
 from layerferry.config import Config, DataConfig, EngineConfig, ModelConfig, OptimConfig, TrainConfig
 from layerferry.data import Cursor, Sampler, build, step_batches, tokenizer
-from layerferry.errors import ConfigError, PlanError
+from layerferry.errors import CheckpointError, ConfigError, PlanError
 from layerferry.trainer import train
 from tests.trainer.fakes import read_lines
 
@@ -178,6 +179,10 @@ def test_the_whole_output_folder(model_folder: Path, rows: Path, tmp_path: Path,
     assert all(torch.equal(final[name], last[name]) for name in final)
     assert all(not torch.equal(final[name], before[name]) for name in final)
     assert "step 6/6" in caplog.text
+    lines = [record.getMessage() for record in caplog.records]
+    [first], [second] = ([line for line in lines if line.startswith(f"step {step}/6, ")] for step in (1, 2))
+    assert "ETA" not in first and "ETA" in second
+    assert lines.index("loading weights ...") < next(i for i, line in enumerate(lines) if line.startswith("training: "))
 
 
 def test_evaluation_alone(model_folder: Path, rows: Path, tmp_path: Path) -> None:
@@ -191,7 +196,10 @@ def test_evaluation_alone(model_folder: Path, rows: Path, tmp_path: Path) -> Non
     [
         ({"do_train": False}, "nothing to do"),
         ({"num_train_epochs": 0}, "num_train_epochs: 0 trains nothing"),
-        ({"do_eval": True}, "do_eval: true needs rows"),
+        ({"num_train_epochs": 1e300}, r"num_train_epochs: 1e\+300 makes 4e\+300 steps, at most 1000000000"),
+        ({"num_train_epochs": math.inf, "max_steps": 2}, "num_train_epochs: expected a finite number, found inf"),
+        ({"max_steps": 10**9 + 1}, "max_steps: 1000000001 makes"),
+        ({"do_eval": True}, "do_eval: needs val_size or eval_dataset"),
         ({"report_to": ("mlflow",)}, "mlflow is not supported"),
     ],
 )
@@ -213,6 +221,40 @@ def test_a_token_without_a_row_is_refused(
     with pytest.raises(ConfigError, match=r"the data holds token \d+, and the embedding"):
         train(added)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("num_positions", "fits"), [(48, True), (47, False), (32, False)])
+def test_rows_beyond_the_table_of_positions_are_refused(
+    model_folder: Path, rows: Path, tmp_path: Path, num_positions: int, fits: bool
+) -> None:
+    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+    folder = tmp_path / "gpt2"
+    folder.mkdir()
+    for path in TOKENIZER.iterdir():
+        shutil.copy(path, folder)
+    size = len(AutoTokenizer.from_pretrained(folder))
+    GPT2LMHeadModel(GPT2Config(vocab_size=size, n_embd=32, n_layer=2, n_head=4, n_positions=num_positions)).save_pretrained(
+        folder
+    )
+    config = make_config(folder, rows, tmp_path / "out", max_steps=4)  # all rows: the longest are cut at 48 tokens
+    if fits:
+        train(config)
+        return
+    message = rf"cutoff_len: 48: the data has rows of 48 positions .* has a table of {num_positions}: set cutoff_len: (40|32) or"
+    with pytest.raises(ConfigError, match=message):
+        train(config)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("change", [{"save_strategy": "no"}, {"save_strategy": "steps", "save_only_model": True}])
+def test_a_disk_without_room_for_the_model_is_found_before_the_first_step(
+    model_folder: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("layerferry.trainer.run.run", lambda *a: pytest.fail("a step was taken"))
+    monkeypatch.setattr("layerferry.checkpoint.files.Files.free_bytes", lambda *a: 1000)
+    with pytest.raises(CheckpointError, match=r"out: (the trained model|a checkpoint) needs .* GiB short. Free space"):
+        train(make_config(model_folder, rows, tmp_path / "out", **change))
 
 
 def test_resize_vocab_gives_new_tokens_rows(model_folder: Path, rows: Path, tmp_path: Path) -> None:
