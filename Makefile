@@ -42,7 +42,7 @@ lint: $(READY)
 	$(VENV)/bin/mypy
 
 unit: $(READY)
-	$(TEST_ENV) $(PY) -m pytest -n $(WORKERS) --dist loadscope --durations 15
+	$(TEST_ENV) $(PY) -m pytest -n $(WORKERS) --dist worksteal --durations 15
 
 wheel: $(READY)
 	tools/check_wheel.sh $(PY)

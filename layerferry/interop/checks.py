@@ -15,6 +15,8 @@ from layerferry.errors import ConfigError
 Fail = Callable[[str, str], ConfigError]
 """Key and message to the error to raise: the reader adds file and line."""
 
+MOST_ROWS = 10_000_000
+"""Of an optimizer step: no run needs more, and what is counted per micro-batch stays countable."""
 _DEVICE = re.compile(r"auto|cpu|chaos|cuda(:\d+)?")
 
 
@@ -67,6 +69,10 @@ def _check_steps(config: Config, fail: Fail) -> None:
     train, optim = config.train, config.optim
     if train.max_steps <= 0 and train.num_train_epochs <= 0:
         raise fail("num_train_epochs", "expected more than 0, or max_steps")
+    rows = train.per_device_train_batch_size * train.gradient_accumulation_steps
+    if rows > MOST_ROWS:
+        key = max("gradient_accumulation_steps", "per_device_train_batch_size", key=lambda name: int(getattr(train, name)))
+        raise fail(key, f"a step of {rows:,} rows; at most {MOST_ROWS:,}: lower it")
     if max(optim.adam_beta1, optim.adam_beta2) >= 1:
         raise fail("adam_beta1" if optim.adam_beta1 >= 1 else "adam_beta2", "expected less than 1")
     if optim.adam_epsilon <= 0:

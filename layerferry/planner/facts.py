@@ -108,7 +108,7 @@ class Model:
         numbers: dict[Hashable, int] = {}
         behaviours = tuple(numbers.setdefault(key, len(numbers)) for key in skeleton.keys)
         firsts = [behaviours.index(number) for number in range(len(numbers))]
-        calls = _layer_calls(skeleton)
+        trial = _trial(skeleton, firsts)
         buffers = [*skeleton.model.buffers(), *(b for own in skeleton.buffers for b in own.values())]
         compute_bytes = next(skeleton.model.parameters()).dtype.itemsize
         eager = getattr(skeleton.config, "_attn_implementation", None) == "eager"
@@ -119,14 +119,41 @@ class Model:
             vocab_size=skeleton.vocab_size,
             compute_bytes=compute_bytes,
             behaviours=behaviours,
-            kept=tuple(_kept(skeleton, index, calls) for index in firsts),
+            kept=trial.kept,
             flops=Flops.of(skeleton),
             buffer_bytes=sum(b.numel() * b.element_size() for b in buffers),
-            rotary_width=_rotary_width(calls),
+            rotary_width=trial.rotary_width,
             mask_bytes=compute_bytes if eager else 0,
             isolated_mask_bytes=compute_bytes if eager else 1,
             has_linear_head=skeleton.head is not None,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    kept: tuple[Kept, ...]
+    rotary_width: int
+
+
+_TRIALS: dict[Hashable, _Trial] = {}
+"""Of this process: a run asks twice, for its plan and for its report, and the layers that ``_key`` tells apart answer alike."""
+
+
+def _key(skeleton: Skeleton) -> Hashable:
+    """All that a trial depends on: the classes, the modules and shapes of every layer, the configuration, dtype, attention."""
+    config = skeleton.config
+    attention = getattr(config, "_attn_implementation", None)
+    parts = [(name, type(module)) for name, module in skeleton.model.named_modules()]
+    dtype = next(skeleton.model.parameters()).dtype
+    return config.to_json_string(use_diff=False), attention, dtype, str(skeleton.device), tuple(skeleton.keys), tuple(parts)
+
+
+def _trial(skeleton: Skeleton, firsts: list[int]) -> _Trial:
+    key = _key(skeleton)
+    if key not in _TRIALS:
+        calls = _layer_calls(skeleton)
+        _TRIALS[key] = _Trial(tuple(_kept(skeleton, index, calls) for index in firsts), _rotary_width(calls))
+    return _TRIALS[key]
 
 
 def _layer_calls(skeleton: Skeleton) -> list[list[LayerCall]] | None:

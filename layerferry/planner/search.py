@@ -13,6 +13,7 @@ against playing everything, and by ``tests/planner/test_choose.py``.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Collection, Iterator
 from itertools import product
 
@@ -23,6 +24,8 @@ from layerferry.planner.problem import Key, Problem
 BUDGETS = (1.0, 0.7, 0.5, 0.3, 0.1, 0.0)
 MOST_TOKENS = 32768
 """Of a micro-batch on CUDA: beyond, nothing gets faster."""
+MOST_ROW_CHOICES = 16
+"""Sizes of a micro-batch that are looked at; of more divisors every second, third ... is."""
 CHUNKS = (8192, 4096, 2048, 1024, 512, 256)
 CPU_CHUNKS = (1024, 256)
 CARRIES = ((True, False), (False, True), (False, False))
@@ -118,9 +121,16 @@ def _buffer_choices(question: Problem) -> list[tuple[int, int]]:
 def _row_choices(question: Problem) -> list[int]:
     """Rows of a micro-batch, most first: equal micro-batches of at most ``MOST_TOKENS``, or of the user's rows on a CPU."""
     shape = question.shape
-    divisors = [rows for rows in range(1, shape.rows_per_step + 1) if shape.rows_per_step % rows == 0]
     most = question.user_rows if question.machine.is_cpu else max(MOST_TOKENS // max(shape.row_tokens, 1), 1)
-    return [rows for rows in reversed(divisors) if rows <= most] or [1]
+    found = [rows for rows in reversed(divisors(shape.rows_per_step)) if rows <= most] or [1]
+    stride = -(-len(found) // MOST_ROW_CHOICES)
+    return list(dict.fromkeys([*found[::stride], found[-1]]))
+
+
+def divisors(number: int) -> list[int]:
+    """Least first, in the time of a square root: a batch may have ten million rows."""
+    small = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
+    return sorted({*small, *(number // one for one in small)})
 
 
 def _chunk_choices(question: Problem, tokens: int) -> list[int]:

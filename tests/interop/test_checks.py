@@ -24,6 +24,8 @@ LEAST = ["model_name_or_path=m", "finetuning_type=full", "bf16=true"]
         ("dataset=a,b mix_strategy=interleave_over interleave_probs=[1.0]", "interleave_probs: 1 probabilities for 2 data sets"),
         ("dataset=a,b mix_strategy=interleave_over interleave_probs=[0.5,0.6]", "interleave_probs: expected probabilities"),
         ("dataset=d num_train_epochs=0", "num_train_epochs: expected more than 0"),
+        ("dataset=d per_device_train_batch_size=1000000000000", "per_device_train_batch_size: a step of 1,000,000,000,000 rows"),
+        ("dataset=d gradient_accumulation_steps=1000000000", "gradient_accumulation_steps: a step of 8,000,000,000 rows"),
         ("dataset=d adam_beta1=1", "adam_beta1: expected less than 1"),
         ("dataset=d adam_beta2=1", "adam_beta2: expected less than 1"),
         ("dataset=d adam_epsilon=0", "adam_epsilon: expected more than 0"),

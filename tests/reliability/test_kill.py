@@ -23,7 +23,7 @@ from layerferry.checkpoint.manifest import Manifest
 from tests.reliability.processes import random_moment, start, wait_for
 from tests.reliability.runs import assert_same_folder, contents, prepare
 
-SETTINGS: dict[str, Any] = {"max_steps": 60, "save_steps": 3, "logging_steps": 5, "save_total_limit": 2}
+SETTINGS: dict[str, Any] = {"max_steps": 36, "save_steps": 3, "logging_steps": 5, "save_total_limit": 2}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def kill_until_done(base: Path, whole: tuple[Path, float], *, kills: int, seed: 
     process.join()
     assert process.exitcode == 0, (base / f"{output.name}.log").read_text()
     assert_same_folder(output, reference)
-    assert [path.name for path in candidates(output)] == ["checkpoint-60", "checkpoint-57"]
+    assert [path.name for path in candidates(output)] == ["checkpoint-36", "checkpoint-33"]
     print(f"{kills} kills, newest checkpoint behind each: {dict(left)}")
 
 
@@ -87,7 +87,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(base: Path, whole: tuple[Pa
     output = base / f"signalled-{code}"
     log = base / f"{output.name}.log"
     process = start(base, output, SETTINGS)
-    wait_for(log, "step 10/60")
+    wait_for(log, "step 10/36")
     assert process.pid is not None
     os.kill(process.pid, number)
     process.join(30)
@@ -107,7 +107,7 @@ def test_the_second_signal_ends_at_once(base: Path) -> None:
     output = base / "twice"
     log = base / "twice.log"
     process = start(base, output, {**SETTINGS, "save_strategy": "no"}, "stuck")
-    wait_for(log, "step 5/60")
+    wait_for(log, "step 5/36")
     assert process.pid is not None
     os.kill(process.pid, signal.SIGTERM)
     wait_for(log, "once more ends at once")
