@@ -129,6 +129,12 @@ class Engine:
         self.backend.drop_workspaces()
         self._allocate(plan)
 
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that have crossed the link; for other threads, which may look while ``replan`` exchanges the buffers."""
+        feed, drain = getattr(self, "feed", None), getattr(self, "drain", None)
+        return 0 if feed is None or drain is None else feed.uploaded_bytes + drain.drained_bytes
+
     # ---------------------------------------------------------------- training
 
     def step(

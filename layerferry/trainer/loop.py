@@ -180,7 +180,7 @@ class Loop:
             Lane(
                 "device",
                 lambda: self.waits_for == "device",
-                lambda: engine.num_steps + engine.feed.uploaded_bytes + engine.drain.drained_bytes,
+                lambda: engine.num_steps + engine.moved_bytes,
                 "Does the driver's log (dmesg) speak of the device?",
             ),
         ]

@@ -55,3 +55,14 @@ def test_old_buffers_are_free_before_new_ones_are_asked_for(monkeypatch: pytest.
     monkeypatch.setattr(engine, "_allocate", allocate)
     engine.replan(Plan(num_slots=2, num_slabs=1))
     assert seen == [0]
+
+
+def test_progress_can_be_read_while_buffers_are_exchanged() -> None:
+    engine = engine_of(model_of())
+    train(engine, range(1))
+    assert engine.moved_bytes > 0
+    feed = engine.feed
+    del engine.feed  # as ``replan`` does for a moment
+    assert engine.moved_bytes == 0
+    engine.feed = feed
+    engine.close()

@@ -43,13 +43,7 @@ class FakeEngine:
     def deferred(self) -> SimpleNamespace:
         return SimpleNamespace(num_pending=0, num_done=0)
 
-    @property
-    def feed(self) -> SimpleNamespace:
-        return SimpleNamespace(uploaded_bytes=0)
-
-    @property
-    def drain(self) -> SimpleNamespace:
-        return SimpleNamespace(drained_bytes=0)
+    moved_bytes = 0
 
     @property
     def backend(self) -> SimpleNamespace:
