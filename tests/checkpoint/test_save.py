@@ -120,14 +120,21 @@ def unit_bytes(engine: Engine) -> int:
     return max(sum(engine.store.plane(unit, kind).buffer.numel() for kind in kinds) for unit in engine.store.units)
 
 
+NOISE_BYTES = 8 << 20
+"""Threads, and pages that the allocator keeps."""
+
+
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 @pytest.mark.parametrize("plan", ["streamed", "all at home"])
 def test_memory(tmp_path: Path, plan: str) -> None:
-    """Saving and loading take at most one unit more than the planes: torch's own and Python's allocations are both counted."""
-    model = model_of(hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, vocab_size=2048)
+    """Saving takes at most one unit more than the planes: torch's own and Python's allocations are both counted.
+
+    The unit is large beside what new threads and the allocator's arenas take in a worker that has run other tests (6 MiB seen).
+    """
+    model = model_of(hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, vocab_size=4096)
     engine = engine_of(model, PLANS[plan], backend=Counting())
     train(engine, range(1))
     engine.settle()
@@ -153,4 +160,5 @@ def test_memory(tmp_path: Path, plan: str) -> None:
     assert saved is not None and saved.fault is None
     assert engine.backend.asked == asked  # type: ignore[attr-defined]
     assert python_bytes < unit_bytes(engine) / 2
-    assert most - before < unit_bytes(engine) + (4 << 20)  # 4 MiB: threads, and pages that the allocator keeps
+    assert unit_bytes(engine) > 3 * NOISE_BYTES
+    assert most - before < unit_bytes(engine) + NOISE_BYTES
