@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerferry.backends.base import Backend, Fence
+from layerferry.backends.base import Backend
 from layerferry.engine.batch import MicroBatch
 from layerferry.engine.clock import Clock
 from layerferry.engine.compiled import preparer
@@ -191,9 +191,7 @@ class Engine:
 
     def _defer(self, hyper: StepHyper) -> None:
         self.feed.forget(stale=True)
-        order = self.update_order
-        fences: dict[int, Fence] = dict(self.drain.drained)
-        self.deferred.defer(order, hyper, fences)
+        self.deferred.defer(self.update_order, hyper, self.drain.drained)
 
     # ---------------------------------------------------------------- the rest
 
@@ -206,10 +204,10 @@ class Engine:
         router_loss = RouterLoss.of(self.skeleton.balance, micro_batches)
         numbered = list(enumerate(micro_batches))
         total = 0.0
-        rows = max(1, self.plan.rows_per_step // max(1, self.plan.micro_batch_rows * self.plan.num_waves))
-        for start in range(0, len(micro_batches), rows):
+        wave_size = max(1, self.plan.rows_per_step // max(1, self.plan.micro_batch_rows * self.plan.num_waves))
+        for start in range(0, len(micro_batches), wave_size):
             with self.backend.computing():
-                wave = numbered[start : start + rows]
+                wave = numbered[start : start + wave_size]
                 total += float(self._sweep.evaluate(wave, objective, denominator, router_loss=router_loss))
         self.clock.take_waits()  # they are no step's
         return EvalReport(loss=total, num_targets=sum(m.num_targets for m in micro_batches))

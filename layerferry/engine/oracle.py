@@ -11,7 +11,7 @@ of a few sums.)
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -32,15 +32,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from layerferry.engine.engine import Engine
-
-
-def load_parameters(model: PreTrainedModel, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-    """Copy values by model name into a real (not meta) model."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(parameters[name])
-        for name, value in buffers.items():
-            model.get_buffer(name).copy_(value)
 
 
 def loss_and_gradients(model: PreTrainedModel, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, dict[str, Tensor]]:

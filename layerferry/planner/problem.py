@@ -159,7 +159,3 @@ def places(host: int, device: int, machine: Machine) -> dict[str, tuple[int, int
 
 def fits(question: Problem, plan: Plan) -> bool:
     return all(needed <= there for needed, there in needs(plan, question.machine).values())
-
-
-def short_by(question: Problem, plan: Plan) -> int:
-    return sum(max(needed - there, 0) for needed, there in needs(plan, question.machine).values())
