@@ -21,7 +21,7 @@ from scratch import first_layer_inputs, skeleton_of, slot_for, sums_for
 
 from layerferry.backends import Backend, make
 from layerferry.engine.compiled import preparer
-from layerferry.engine.tape import SideGradients, Tape
+from layerferry.engine.tape import SideGradients, Tape, rebuilt
 from layerferry.engine.templates import Templates
 from layerferry.models.skeleton import Skeleton
 from layerferry.plan import GIB, Plan
@@ -38,8 +38,8 @@ class Layer:
         self._gradient = torch.randn_like(self._hidden)
         self._slots = [slot_for(self._unit, backend) for _ in range(2)]
         self.sums = sums_for(self._unit, backend)
-        self._templates = Templates(skeleton, preparer(plan))
-        self._tape = Tape(self._slots, rebuild=not plan.compile and plan.activation_budget < 1.0, audit=False)
+        self._templates = Templates(skeleton, preparer(plan), plan.layer_budgets(len(skeleton.layer_units)))
+        self._tape = Tape(self._slots, rebuilt=rebuilt(skeleton.layer_units, plan), audit=False)
 
     def forward(self) -> None:
         with self._backend.computing(), self._tape.record(self._unit, self._slots[0]):

@@ -48,10 +48,13 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--micro-batch-rows", type=int, default=2)
     parser.add_argument("--waves", type=int, default=1)
     parser.add_argument("--budget", type=float, default=1.0, help="share of activations kept")
+    parser.add_argument("--richer-layers", type=int, default=0, help="of the last layers, more is kept")
+    parser.add_argument("--richer-budget", type=float, default=0.7, help="share of activations that those keep")
     parser.add_argument("--slots", type=int, default=3)
     parser.add_argument("--slabs", type=int, default=2)
     parser.add_argument("--auto", type=int, default=0, help="1: the planner chooses everything but rows and their length")
     parser.add_argument("--device-memory", type=float, default=0.0, help="GiB that the planner may use; 0: what is there")
+    parser.add_argument("--host-memory", type=float, default=0.0, help="GiB of host memory that it may use; 0: what is there")
     parser.add_argument("--home", type=int, default=0, help="units, from the embedding on, that live on the device")
     parser.add_argument("--resident-gradients", type=int, default=0)
     parser.add_argument("--chunk-tokens", type=int, default=8192)
@@ -96,6 +99,8 @@ def plan_of(args: argparse.Namespace, on_cuda: bool) -> Plan:
         num_slabs=args.slabs,
         num_waves=args.waves,
         activation_budget=args.budget,
+        richer_layers=args.richer_layers,
+        richer_budget=args.richer_budget,
         compile=on_cuda and not args.no_compile,
         chunk_tokens=args.chunk_tokens,
         optimizer_threads=args.threads or max(1, cores - 2),
@@ -110,7 +115,11 @@ def config_for(args: argparse.Namespace, folder: str) -> Config:
         model=ModelConfig(model_name_or_path=folder, train_from_scratch=True),
         optim=OptimConfig(weight_decay=0.01),
         train=TrainConfig(per_device_train_batch_size=args.rows),
-        engine=EngineConfig(device=args.device, device_memory=int(args.device_memory * GIB) or None),
+        engine=EngineConfig(
+            device=args.device,
+            device_memory=int(args.device_memory * GIB) or None,
+            host_memory=int(args.host_memory * GIB) or None,
+        ),
     )
 
 
@@ -142,9 +151,9 @@ def predicted(engine: Engine, args: argparse.Namespace) -> Plan:
     specs = plane_specs(engine.optimizer.state_planes)
     machine = machine_for(config.engine, engine.backend)
     question = problem(Model.of(engine.skeleton), specs, machine, config, args.row_tokens)
-    known = calibrate.reader(engine.skeleton, engine.backend)(engine.plan, question.shape)
-    if known is not None:
-        question = replace(question, measured={key_of(engine.plan): known})
+    read = calibrate.reader(engine.skeleton, engine.backend)
+    known = {key_of(level): found for level in engine.plan.levels if (found := read(level, question.shape)) is not None}
+    question = replace(question, measured=known)
     return question.complete(engine.plan)
 
 

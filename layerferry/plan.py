@@ -5,7 +5,7 @@ The planner makes it (``planner/choose.py``); the engine obeys it; a test holds 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 GIB = float(2**30)
@@ -72,6 +72,9 @@ class Plan:
     """Groups of micro-batches that pass the layers one after the other; gradients are carried between them @host."""
     activation_budget: float = 1.0
     """Share of activations kept between forward and backward; below 1.0 without the compiler: inputs only."""
+    richer_layers: int = 0
+    """The last so many layers keep ``richer_budget`` of their activations instead: what the device has left is used."""
+    richer_budget: float = 1.0
     compile: bool = False
     chunk_tokens: int = 4096
     """Tokens whose logits exist at the same time."""
@@ -86,6 +89,17 @@ class Plan:
     seconds: Seconds | None = None
     calibrated: bool = False
     notes: tuple[str, ...] = field(default=())
+
+    def layer_budgets(self, num_layers: int) -> tuple[float, ...]:
+        """Share of activations that each layer keeps, in layer order."""
+        richer = min(self.richer_layers, num_layers)
+        return (self.activation_budget,) * (num_layers - richer) + (self.richer_budget,) * richer
+
+    @property
+    def levels(self) -> tuple[Plan, ...]:
+        """This plan for each budget in it, alike for all layers: what is measured and timed one by one."""
+        own = replace(self, richer_layers=0, richer_budget=1.0)
+        return (own, replace(own, activation_budget=self.richer_budget)) if self.richer_layers else (own,)
 
     def total(self, place: str) -> int:
         """Predicted bytes at ``@host`` or ``@device``."""
@@ -103,6 +117,8 @@ class Plan:
                 "resident_gradients",
                 "num_waves",
                 "activation_budget",
+                "richer_layers",
+                "richer_budget",
                 "compile",
                 "chunk_tokens",
                 "optimizer_threads",

@@ -29,8 +29,8 @@ RECOMPILE_LIMIT = 512
 """Graphs of one code object: behaviours x shapes x training or evaluation x budgets, in one process."""
 
 
-def preparer(plan: Plan) -> Callable[[Template], None]:
-    """What ``Templates`` does to a new template under ``plan``."""
+def preparer(plan: Plan) -> Callable[[Template, float], None]:
+    """What ``Templates`` does to a new template, given its layer's activation budget, under ``plan``."""
     if not plan.compile:
         return _as_it_is
     import torch._dynamo.config as dynamo
@@ -38,15 +38,14 @@ def preparer(plan: Plan) -> Callable[[Template], None]:
     dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 4 * RECOMPILE_LIMIT)
     dynamo.fail_on_recompile_limit_hit = True
-    backend = budget_backend(plan.activation_budget)
 
-    def prepare(template: Template) -> None:
-        template.run = CompiledLayer(template.module, backend)
+    def prepare(template: Template, budget: float) -> None:
+        template.run = CompiledLayer(template.module, budget_backend(budget))
 
     return prepare
 
 
-def _as_it_is(template: Template) -> None:
+def _as_it_is(template: Template, budget: float) -> None:
     return None
 
 

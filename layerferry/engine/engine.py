@@ -32,7 +32,7 @@ from layerferry.engine.randomness import seed_of
 from layerferry.engine.router_loss import RouterLoss
 from layerferry.engine.sizes import device_sizes
 from layerferry.engine.sweep import Sweep, Wave
-from layerferry.engine.tape import Tape
+from layerferry.engine.tape import Tape, rebuilt
 from layerferry.engine.templates import Templates
 from layerferry.errors import PlanError
 from layerferry.models.skeleton import Skeleton
@@ -109,10 +109,10 @@ class Engine:
         self.feed = Feed(backend, self.clock, store, self.deferred, slots)
         self.drain = Drain(backend, self.clock, store, slab_pools(store, sizes, backend, resident=plan.resident_gradients))
         self._slots = [slot for pool in set(slots.values()) for slot in pool.slots]
-        self._sweep = Sweep(
-            skeleton, backend, self.feed, self.drain, Templates(skeleton, preparer(plan)), plan.chunk_tokens, IsolationCheck()
-        )
-        self._rebuilds = not plan.compile and plan.activation_budget < 1.0
+        budgets = plan.layer_budgets(len(skeleton.layer_units))
+        templates = Templates(skeleton, preparer(plan), budgets)
+        self._sweep = Sweep(skeleton, backend, self.feed, self.drain, templates, plan.chunk_tokens, IsolationCheck())
+        self._rebuilt = rebuilt(skeleton.layer_units, plan)
         self._audited = False
 
     def replan(self, plan: Plan) -> None:
@@ -167,7 +167,7 @@ class Engine:
                 objective=objective,
                 denominator=denominator,
                 step_seed=seed_of(self._seed, self.num_steps),
-                tape=self.tape_type(self._slots, rebuild=self._rebuilds, audit=not self._audited),
+                tape=self.tape_type(self._slots, rebuilt=self._rebuilt, audit=not self._audited),
                 carry=number > 0,
                 router_loss=router_loss,
             )

@@ -18,7 +18,7 @@ gradients silently wrong: the model is refused).
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +34,7 @@ from layerferry.layout import Plane
 from layerferry.models.graph import graph_leaves
 from layerferry.models.stack import LayerCall
 from layerferry.models.template import Template
+from layerferry.plan import Plan
 from layerferry.units import Unit
 
 
@@ -84,11 +85,17 @@ class SideGradients:
         self.sums[id(tensor)] = (tensor, gradient if known is None else known[1] + gradient)
 
 
-class Tape:
-    """Records one wave. ``rebuild``: keep inputs only and compute the layer again in the backward."""
+def rebuilt(layers: Sequence[Unit], plan: Plan) -> frozenset[int]:
+    """Indexes of the units that ``plan`` wants computed again: the compiler's own recomputation takes their place."""
+    budgets = zip(layers, plan.layer_budgets(len(layers)), strict=True)
+    return frozenset(unit.index for unit, budget in budgets if budget < 1.0 and not plan.compile)
 
-    def __init__(self, slots: Sequence[Slot], *, rebuild: bool, audit: bool) -> None:
-        self._rebuild = rebuild
+
+class Tape:
+    """Records one wave. ``rebuilt``: indexes of units of which inputs are kept only; they are computed again in the backward."""
+
+    def __init__(self, slots: Sequence[Slot], *, rebuilt: Collection[int], audit: bool) -> None:
+        self._rebuilt = rebuilt
         self._audit = audit
         self._home = {slot.buffer.untyped_storage().data_ptr(): slot for slot in slots}
         self._bound: dict[int, Tensor] = {}
@@ -133,7 +140,7 @@ class Tape:
         args = _as_leaves(call.args, sides)
         kwargs = _as_leaves(call.kwargs, sides)
         apply = Apply(template, call)
-        run = functools.partial(checkpoint, apply, use_reentrant=False) if self._rebuild else apply
+        run = functools.partial(checkpoint, apply, use_reentrant=False) if unit.index in self._rebuilt else apply
         outputs: tuple[Tensor, ...] = run(leaf, args, kwargs)
         if self._audit:
             _audit(unit, outputs, [leaf, *(own for _, own in sides), *template.parameters])

@@ -1,8 +1,8 @@
-"""One template per behaviour and slot, bound to a layer when it is fed."""
+"""One template per behaviour, budget and slot, bound to a layer when it is fed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 from layerferry.engine.feed import Slot
 from layerferry.layout import WEIGHT_PLANE, Plane
@@ -11,11 +11,12 @@ from layerferry.models.template import Template
 
 
 class Templates:
-    """Makes templates when they are first needed. ``prepare`` sees each once (the compiler's place)."""
+    """Makes templates when they are first needed. ``prepare`` sees each once, with the activation budget of its layer (the
+    compiler's place). ``budgets``: in layer order."""
 
-    def __init__(self, skeleton: Skeleton, prepare: Callable[[Template], None]) -> None:
-        self._skeleton, self._prepare = skeleton, prepare
-        self._known: dict[tuple[Hashable, Slot], Template] = {}
+    def __init__(self, skeleton: Skeleton, prepare: Callable[[Template, float], None], budgets: Sequence[float]) -> None:
+        self._skeleton, self._prepare, self._budgets = skeleton, prepare, budgets
+        self._known: dict[tuple[Hashable, float, Slot], Template] = {}
         self._training = True
 
     def train(self, training: bool) -> None:
@@ -24,12 +25,13 @@ class Templates:
 
     def bound(self, layer_index: int, slot: Slot) -> Template:
         """The template of layer ``layer_index`` over ``slot``, with that layer's number and buffers."""
-        key = (self._skeleton.keys[layer_index], slot)
+        budget = self._budgets[layer_index]
+        key = (self._skeleton.keys[layer_index], budget, slot)
         template = self._known.get(key)
         if template is None:
             layout = self._skeleton.layer_units[layer_index].layout
             template = self._skeleton.template(layer_index, Plane(layout, WEIGHT_PLANE, slot.buffer))
-            self._prepare(template)
+            self._prepare(template, budget)
             self._known[key] = template
         if template.module.training != self._training:
             template.module.train(self._training)

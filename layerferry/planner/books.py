@@ -21,7 +21,8 @@ from layerferry.planner.time import layer_uploads, waves_of
 
 
 class Choice(NamedTuple):
-    """The fields of a plan that are searched for; ``home`` counts the units at home."""
+    """The fields of a plan that are searched for. ``Books.furnished`` counts what fills the device: ``home`` units at home and
+    ``richer`` layers that keep ``richer_budget`` (0.0: none may), the one or the other first."""
 
     rows: int
     waves: int
@@ -31,7 +32,10 @@ class Choice(NamedTuple):
     slabs: int
     resident: bool
     carry: bool
-    home: int
+    richer_budget: float = 0.0
+    richer_first: bool = False
+    home: int = 0
+    richer: int = 0
 
     def on(self, base: Plan) -> Plan:
         """``base`` with this choice, without bytes and seconds."""
@@ -40,6 +44,8 @@ class Choice(NamedTuple):
             micro_batch_rows=self.rows,
             num_waves=self.waves,
             activation_budget=self.budget,
+            richer_layers=self.richer,
+            richer_budget=self.richer_budget if self.richer else 1.0,
             chunk_tokens=self.chunk,
             num_slots=self.slots,
             num_slabs=self.slabs,
@@ -76,10 +82,10 @@ class Books:
         self._weights = {carry: _Weights(question, specs) for carry, specs in self._specs.items()}
         self._units = len(question.model.units)
         self._device, self._host = device_budget(question.machine), host_budget(question.machine)
-        self._working: dict[tuple[int, float, int], Working] = {}
-        self._activations: dict[tuple[int, int, float, int, bool], int] = {}
+        self._working: dict[tuple[int, float, int, float], Working] = {}
+        self._activations: dict[tuple[int, int, float, int, bool, float, int], int] = {}
         self._buffers: dict[tuple[int, int, int, bool, bool, bool], int] = {}
-        self._paces: dict[tuple[int, float, int], tuple[float, float]] = {}
+        self._paces: dict[tuple[int, float, int, float, int], tuple[float, float]] = {}
         self._largest_wave: dict[tuple[int, int], tuple[float, int]] = {}
         self._fewest = {carry: self._fewest_at_home(weights) for carry, weights in self._weights.items()}
 
@@ -93,7 +99,27 @@ class Books:
     # ---------------------------------------------------------------- bytes
 
     def furnished(self, choice: Choice) -> tuple[Choice, int]:
-        """``choice`` with as many units at home as fit, and the bytes that are short (0: it fits)."""
+        """``choice`` with as many units at home, and as many layers that keep more, as fit, and the bytes that are short (0: it
+        fits)."""
+        if choice.richer_first:
+            choice = self._richer(self._with(choice, self._fewest[choice.carry]))
+        choice, short = self._at_home(choice)
+        return (choice if short or choice.richer_first else self._richer(choice)), short
+
+    def _richer(self, choice: Choice) -> Choice:
+        """``choice`` with as many layers that keep ``richer_budget`` as fit; what is short already stays so."""
+        if not choice.richer_budget:
+            return choice
+        low, high = 0, self._question.model.num_layers
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.short(choice._replace(richer=middle)):
+                high = middle - 1
+            else:
+                low = middle
+        return choice._replace(richer=low)
+
+    def _at_home(self, choice: Choice) -> tuple[Choice, int]:
         fewest = self._fewest[choice.carry]
         least = self._with(choice, fewest)
         if self._question.machine.is_cpu:
@@ -139,10 +165,11 @@ class Books:
         return self._buffers[key]
 
     def _activations_of(self, choice: Choice) -> int:
-        key = (choice.rows, choice.waves, choice.budget, choice.chunk, choice.home == self._units)
+        several = choice.richer_budget if choice.richer else 0.0
+        key = (choice.rows, choice.waves, choice.budget, choice.chunk, choice.home == self._units, several, choice.richer)
         if key not in self._activations:
             question, plan = self._question, choice.on(Plan(compile=self._compiled, fp32=self._question.fp32))
-            of_micro_batch = (choice.rows, choice.budget, choice.chunk)
+            of_micro_batch = (choice.rows, choice.budget, choice.chunk, several)
             if of_micro_batch not in self._working:
                 self._working[of_micro_batch] = question.working(plan)
             table = activations(question.model, plan, question.shape, self._working[of_micro_batch])
@@ -176,12 +203,12 @@ class Books:
 
     def _compute_of(self, choice: Choice) -> tuple[float, float]:
         """(all micro-batches, the forward of one through the layers)."""
-        key = (choice.rows, choice.budget, choice.chunk)
+        key = (choice.rows, choice.budget, choice.chunk, choice.richer_budget, choice.richer)
         if key not in self._paces:
             question, plan = self._question, choice.on(Plan(compile=self._compiled))
             pace = compute.pace(question.model, plan, question.shape, question.machine)
-            forward = sum(pace.layers[behaviour][0] for behaviour in question.model.behaviours)
-            backward = sum(pace.layers[behaviour][1] for behaviour in question.model.behaviours)
+            paces = compute.layer_paces(question.model, plan, question.shape, question.machine)
+            forward, backward = (sum(directions) for directions in zip(*paces, strict=True))
             count = question.shape.rows_per_step / min(choice.rows, question.shape.rows_per_step)
             self._paces[key] = (count * (forward + backward + pace.head), forward)
         return self._paces[key]

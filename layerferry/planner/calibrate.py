@@ -35,7 +35,7 @@ from layerferry.engine.batch import MicroBatch
 from layerferry.engine.compiled import preparer
 from layerferry.engine.feed import Slot
 from layerferry.engine.router_loss import RouterLoss
-from layerferry.engine.tape import SideGradients, Tape
+from layerferry.engine.tape import SideGradients, Tape, rebuilt
 from layerferry.engine.templates import Templates
 from layerferry.layout import FP32_PLANE, WEIGHT_PLANE, Plane
 from layerferry.models.embedding import EmbeddingTap
@@ -136,10 +136,10 @@ class _Bench:
             kind: backend.device_buffer(max(unit.layout.bytes(FP32_PLANE) for unit in units))
             for kind, units in ((True, layers), (False, ends))
         }
-        self._templates = Templates(skeleton, preparer(plan))
+        self._templates = Templates(skeleton, preparer(plan), plan.layer_budgets(len(layers)))
         self._routed: dict[Hashable, list[Tensor]] = {}
         self._micro_batch = _micro_batch(plan, shape, skeleton.vocab_size)
-        self._tape = Tape(list(self._slots.values()), rebuild=not plan.compile and plan.activation_budget < 1.0, audit=False)
+        self._tape = Tape(list(self._slots.values()), rebuilt=rebuilt(layers, plan), audit=False)
 
     def _slot(self, units: Any) -> Slot:
         buffer = self._backend.device_buffer(max(unit.layout.bytes(WEIGHT_PLANE) for unit in units))
@@ -282,10 +282,13 @@ def _device(backend: Backend) -> str:
 def _read(path: Path) -> Working | None:
     try:
         found = json.loads(path.read_text())
-        layers = tuple(LayerBytes(**layer) for layer in found.pop("layers"))
-        return Working(layers=layers, **found)
+        return Working(**{**found, "layers": _layers(found["layers"]), "richer": _layers(found["richer"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def _layers(found: list[dict[str, int]]) -> tuple[LayerBytes, ...]:
+    return tuple(LayerBytes(**layer) for layer in found)
 
 
 def _write(path: Path, working: Working) -> None:

@@ -78,10 +78,14 @@ def decide(question: Problem, measure: Measure | None = None) -> Decision:
         if not found or plan.calibrated:
             break
         assert measure is not None
-        working = measure(plan, question.shape)
-        if working is None:
+        found_now = {
+            key_of(level): working
+            for level in plan.levels
+            if key_of(level) not in question.measured and (working := measure(level, question.shape)) is not None
+        }
+        if not found_now:
             break
-        question = replace(question, measured={**question.measured, key_of(plan): working})
+        question = replace(question, measured={**question.measured, **found_now})
         plan, found = search(question)
     if found and not plan.calibrated and question.measured:
         plan = _measured_or(question, plan)

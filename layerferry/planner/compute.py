@@ -50,8 +50,15 @@ class Pace:
     head: float
 
 
+def layer_paces(model: Model, plan: Plan, shape: Shape, machine: Machine) -> list[tuple[float, float]]:
+    """(forward, backward) seconds of one micro-batch in every layer, each under its own budget."""
+    by_budget = {level.activation_budget: pace(model, level, shape, machine).layers for level in plan.levels}
+    budgets = plan.layer_budgets(model.num_layers)
+    return [by_budget[budget][behaviour] for budget, behaviour in zip(budgets, model.behaviours, strict=True)]
+
+
 def pace(model: Model, plan: Plan, shape: Shape, machine: Machine) -> Pace:
-    """Of full micro-batches of ``plan``."""
+    """Of full micro-batches of ``plan``, layers under its ``activation_budget``."""
     tokens, speed = tokens_of(plan, shape), machine.matmul_flops_per_s.value
     moved_s = 1.0 / (machine.device_bytes_per_s.value * STEP_SHARE)
     head_flops = 6.0 * model.flops.head_params

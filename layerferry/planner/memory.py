@@ -27,7 +27,7 @@ and what the first, compiling step needs. Checked by ``tests/planner/test_memory
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from layerferry.engine.sizes import DeviceSizes, device_sizes
@@ -85,6 +85,23 @@ class Working:
     """Of the load-balancing loss by router logits: they wait for the layers' backward."""
     workspaces: int = 0
     measured: bool = False
+    richer: tuple[LayerBytes, ...] = ()
+    """The same of layers that keep more, by behaviour."""
+
+    def beside(self, richer: Working) -> Working:
+        """This one, for a plan whose last layers keep what ``richer`` does."""
+        return replace(
+            self,
+            richer=richer.layers,
+            head_peak=max(self.head_peak, richer.head_peak),
+            workspaces=max(self.workspaces, richer.workspaces),
+            measured=self.measured and richer.measured,
+        )
+
+    def of_layers(self, model: Model, plan: Plan) -> list[LayerBytes]:
+        """In layer order."""
+        leaner = model.num_layers - plan.richer_layers
+        return [(self.layers if i < leaner else self.richer)[behaviour] for i, behaviour in enumerate(model.behaviours)]
 
     def times(self, measured: Working, estimated: Working) -> Working:
         """This estimate, each number multiplied by how far ``measured`` was from the ``estimated`` of another shape."""
@@ -175,8 +192,10 @@ def buffers(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan) -> tuple[I
 def activations(model: Model, plan: Plan, shape: Shape, working: Working) -> tuple[Item, ...]:
     total = micro_batches_of_wave(plan, shape)
     gradients = total * (tokens_of(plan, shape) * model.boundary + working.router_gradients)
-    kept = [working.layers[behaviour].kept for behaviour in model.behaviours]
-    phases = _phases(model, total, gradients, kept, working, rounded=_rounded_at_home(model, plan))
+    layers = working.of_layers(model, plan)
+    kept = [layer.kept for layer in layers]
+    head = max(working.head_peak - gradients // total, _rounded_at_home(model, plan))  # its peak has a gradient in it
+    phases = _phases(layers, total, gradients, head)
     if shape.evaluates:
         hidden = gradients + total * working.prologue_kept
         phases["head of an evaluation"] = (0, hidden + working.evaluation_peak - total * (sum(kept) + working.prologue_kept))
@@ -199,18 +218,14 @@ def _rounded_at_home(model: Model, plan: Plan) -> int:
     return 0 if model.tied or head.index not in plan.on_device else head.numel * model.compute_bytes
 
 
-def _phases(
-    model: Model, total: int, gradients: int, kept: list[int], working: Working, *, rounded: int
-) -> dict[str, tuple[int, int]]:
+def _phases(layers: list[LayerBytes], total: int, gradients: int, head: int) -> dict[str, tuple[int, int]]:
     """Phase -> (gradients of hidden states, the rest) in bytes relative to everything kept."""
-    everything = total * sum(kept)
+    everything = total * sum(layer.kept for layer in layers)
     forward, backward, below = 0, -everything, 0
-    for own, behaviour in zip(kept, model.behaviours, strict=True):
-        layer = working.layers[behaviour]
-        forward = max(forward, below + (total - 1) * own + layer.forward_peak - everything)
-        below += total * own
+    for layer in layers:
+        forward = max(forward, below + (total - 1) * layer.kept + layer.forward_peak - everything)
+        below += total * layer.kept
         backward = max(backward, below + layer.backward_peak - everything)
-    head = max(working.head_peak - gradients // total, rounded)  # the peak has the micro-batch's own gradient in it
     return {
         "forward of a layer": (0, forward),
         "head and loss": (gradients, head),

@@ -92,7 +92,8 @@ class Problem:
 
     def working(self, plan: Plan) -> Working:
         """Bytes of one micro-batch's activations, measured where they have been."""
-        return self.measured.get(key_of(plan)) or self._corrected(plan)
+        own, *richer = [self.measured.get(key_of(level)) or self._corrected(level) for level in plan.levels]
+        return own.beside(richer[0]) if richer else own
 
     def _corrected(self, plan: Plan) -> Working:
         """The estimate; where the same budget was measured for other rows or chunks, times what that estimate was off."""

@@ -6,6 +6,7 @@ Checked by ``tests/planner/test_report.py``.
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +99,7 @@ def render(plan: Plan, question: Problem, pins: Pins | None = None) -> str:
     """The plan as a table: choices, bytes by place, seconds by lane."""
     pins = pins or question.pins
     blocks = [_title(plan, question.model), _choices(plan, pins), _bytes(plan, question), _seconds(plan, question.machine)]
-    blocks.append("\n".join(f"note: {note}" for note in plan.notes))
+    blocks.append("\n".join(textwrap.fill(f"note: {note}", WIDTH, subsequent_indent="      ") for note in plan.notes))
     return "\n\n".join(block for block in blocks if block)
 
 
@@ -117,6 +118,11 @@ def _choices(plan: Plan, pins: Pins) -> str:
         ("micro_batch_rows", str(plan.micro_batch_rows), f"{micro} micro-batch{'es' * (micro > 1)} of {tokens:,} tokens"),
         ("num_waves", str(plan.num_waves), _waves(plan)),
         ("activation_budget", f"{plan.activation_budget:g}", "keep inputs only" if plan.activation_budget == 0.0 else budget),
+        *(
+            [("richer_layers", str(plan.richer_layers), f"the last layers keep {plan.richer_budget:g}")]
+            if plan.richer_layers
+            else []
+        ),
         ("on_device", str(len(plan.on_device)), "units whose planes live @device: nothing of them travels"),
         ("num_slots", str(plan.num_slots), "device buffers for layer weights that travel"),
         ("num_slabs", str(plan.num_slabs), "device buffers that gradients leave from"),

@@ -1,12 +1,13 @@
 """The plan with the fewest predicted seconds that fits; what the user has pinned is kept as it is.
 
 Every combination of micro-batch, waves, activation budget, chunk of logits, slots and slabs, and way of carrying gradients
-is looked at; of the number of units at home @device only the largest that fits, because bytes grow with it and seconds do
-not. Units go home in the order of their first use: those that stay @host then have the longest time for their updates.
+is looked at; of the number of units at home @device, and of layers that keep more than the others, only the largest that fits,
+because bytes grow with them and seconds do not. Units go home in the order of their first use: those that stay @host then have
+the longest time for their updates.
 
 Bytes of a combination are sums of parts that are counted once each (``books.py``). Its seconds are first bounded from below,
 and the engine's program is played (``time.py``) in the order of these bounds until no bound is below the best. One rounding
-a wave (gradients carried in bf16) must save a tenth of the step to be taken. Checked by ``tests/planner/test_search.py``
+a wave (gradients carried in bf16) must save 4 % of the step to be taken. Checked by ``tests/planner/test_search.py``
 against playing everything, and by ``tests/planner/test_choose.py``.
 """
 
@@ -19,9 +20,11 @@ from itertools import product
 
 from layerferry.plan import Plan
 from layerferry.planner.books import Books, Choice
-from layerferry.planner.problem import Key, Problem
+from layerferry.planner.problem import Key, Problem, key_of
 
-BUDGETS = (1.0, 0.7, 0.5, 0.3, 0.1, 0.0)
+BUDGETS = (1.0, 0.7, 0.3, 0.0)
+RICHER = 0.7
+"""What the layers keep that keep more, under the compiler: it costs no time (``compute.RECOMPUTATION``)."""
 MOST_TOKENS = 32768
 """Of a micro-batch on CUDA: beyond, nothing gets faster."""
 MOST_ROW_CHOICES = 16
@@ -36,7 +39,7 @@ ALL = 1 << 20
 CPU_BUFFERS = ((3, 2), (2, 1))
 BUFFERS = (*CPU_BUFFERS, (4, 2), (6, 2), (ALL, 2))
 """(layer slots, slabs): enough for upload, compute and download at once; the least that still overlaps anything; more."""
-INEXACT = 1.1
+INEXACT = 1.04
 """What a plan with one rounding a wave has its seconds multiplied with where plans are compared."""
 
 
@@ -47,7 +50,7 @@ def search(question: Problem, keys: Collection[Key] | None = None) -> tuple[Plan
     queue: list[tuple[float, int, Choice]] = []
     nearest: tuple[int, Choice] | None = None
     for number, choice in enumerate(choices(question)):
-        if keys is not None and (choice.budget, choice.rows, choice.chunk, base.compile) not in keys:
+        if keys is not None and not all(key_of(level) in keys for level in choice.on(base).levels):
             continue
         choice, short = books.furnished(choice)
         if not short:
@@ -99,8 +102,9 @@ def choices(question: Problem) -> Iterator[Choice]:
     """Everything that is considered, without units at home; of equals the first is taken."""
     pins, shape = question.pins, question.shape
     budgets: tuple[float, ...] = BUDGETS if _base(question).compile else (1.0, 0.0)
+    richer = RICHER if _base(question).compile else 1.0
     if pins.activation_budget is not None:
-        budgets = (pins.activation_budget,)
+        budgets, richer = (pins.activation_budget,), 0.0
     rows_choices = [pins.micro_batch_rows] if pins.micro_batch_rows else _row_choices(question)
     buffer_choices = _buffer_choices(question)
     for rows in rows_choices:
@@ -109,7 +113,11 @@ def choices(question: Problem) -> Iterator[Choice]:
             carries = ((False, False),) if waves == 1 else CARRIES
             for budget, chunk, (slots, slabs), (resident, carry) in product(budgets, chunks, buffer_choices, carries):
                 if not (carry and question.fp32):
-                    yield Choice(rows, waves, budget, chunk, slots, slabs, resident, carry, 0)
+                    choice = Choice(rows, waves, budget, chunk, slots, slabs, resident, carry)
+                    yield choice
+                    if richer > budget:
+                        yield choice._replace(richer_budget=richer)
+                        yield choice._replace(richer_budget=richer, richer_first=True)
 
 
 def _buffer_choices(question: Problem) -> list[tuple[int, int]]:

@@ -65,7 +65,7 @@ def compute_s(model: Model, plan: Plan, shape: Shape, machine: Machine) -> float
     """The compute lane's work: micro-batches, drains, and updates @device."""
     own = compute.pace(model, plan, shape, machine)
     micro_batches = shape.rows_per_step / min(plan.micro_batch_rows, shape.rows_per_step)
-    total = micro_batches * (own.head + sum(sum(own.layers[behaviour]) for behaviour in model.behaviours))
+    total = micro_batches * (own.head + sum(map(sum, compute.layer_paces(model, plan, shape, machine))))
     if machine.is_cpu:
         return total
     home = sum(model.units[index].numel for index in plan.on_device)
@@ -114,7 +114,9 @@ def program(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Sha
     first, last = model.units[0], next(unit for unit in reversed(model.units) if not unit.is_layer)
     return Program(
         prologue=piece(first.index, 0.0, 0.0),
-        layers=[piece(index, *own.layers[kind]) for index, kind in zip(layers, model.behaviours, strict=True)],
+        layers=[
+            piece(index, *paces) for index, paces in zip(layers, compute.layer_paces(model, plan, shape, machine), strict=True)
+        ],
         head=piece(last.index, own.head, 0.0),
         tied=model.tied,
         waves=waves,

@@ -20,7 +20,7 @@ from layerferry.planner.problem import Problem
 logger = logging.getLogger("layerferry.trainer")
 
 BUDGETS = (0.7, 0.5, 0.3, 0.1, 0.0)
-CHANGING = ("micro_batch_rows", "activation_budget", "chunk_tokens", "num_slots", "num_slabs", "num_waves")
+CHANGING = ("micro_batch_rows", "activation_budget", "richer_layers", "chunk_tokens", "num_slots", "num_slabs", "num_waves")
 MOST_STEPS = 3
 """Steps of this process after which an allocation that fails is no longer the plan's fault."""
 WORTH_TRYING = 0.95
@@ -41,7 +41,9 @@ def _neighbours(plan: Plan) -> Iterator[Plan]:
     budgets = [budget for budget in BUDGETS if budget < plan.activation_budget] if plan.compile else [0.0]
     waves = plan.num_waves * 2 if plan.num_waves * plan.micro_batch_rows * 2 <= plan.rows_per_step else plan.num_waves
     yield from (replace(plan, micro_batch_rows=one) for one in rows)
-    yield from (replace(plan, activation_budget=one) for one in budgets if one < plan.activation_budget)
+    if plan.richer_layers:
+        yield from (replace(plan, richer_layers=one) for one in {plan.richer_layers - 1, plan.richer_layers // 2, 0})
+    yield from (replace(plan, richer_layers=0, activation_budget=one) for one in budgets if one < plan.activation_budget)
     yield from (replace(plan, chunk_tokens=one) for one in (2048, 1024, 512, 256) if one < plan.chunk_tokens)
     yield from (replace(plan, num_slots=one, num_slabs=min(plan.num_slabs, 2)) for one in (3, 2) if one < plan.num_slots)
     for one in rows:

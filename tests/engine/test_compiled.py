@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import nn
 
 from layerferry.engine.compiled import CompiledLayer, budget_backend, preparer
 from layerferry.plan import Plan
+from tests.conformance.harness import make_engine
+from tests.engine.small import small_model
 
 
 class Layer(nn.Module):
@@ -83,8 +86,27 @@ def test_a_layer_that_does_not_compile_runs_eagerly_and_says_so_once(caplog: pyt
 
 def test_without_compile_a_template_is_left_alone() -> None:
     template = Template(Layer())
-    preparer(Plan(compile=False))(template)  # type: ignore[arg-type]
+    preparer(Plan(compile=False))(template, 1.0)  # type: ignore[arg-type]
     assert template.run is template.module
+
+
+def test_a_layer_is_compiled_under_its_own_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(compile=True, activation_budget=0.0, richer_layers=2, richer_budget=0.7)
+    wanted = []
+
+    def backend_of(budget: float) -> Any:
+        wanted.append(budget)
+        return Counting()
+
+    monkeypatch.setattr("layerferry.engine.compiled.budget_backend", backend_of)
+    model = small_model()
+    engine = make_engine(model, replace(plan, num_slots=2))
+    slots = engine.feed.pool_of[engine.skeleton.layer_units[0].index].slots
+    templates = engine._sweep.templates
+    bound = [templates.bound(index, slot) for index in range(len(engine.skeleton.layer_units)) for slot in slots]
+    engine.close()
+    # one template for every budget and slot, whatever the number of layers
+    assert sorted(wanted) == [0.0, 0.0, 0.7, 0.7] and len(set(map(id, bound))) == 4
 
 
 def test_a_budget_has_one_backend() -> None:

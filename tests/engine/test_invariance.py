@@ -51,6 +51,14 @@ def test_slots_slabs_waves_budget(
     assert same(left, reference[1])
 
 
+@pytest.mark.parametrize(("richer_layers", "num_waves"), [(1, 1), (2, 2), (9, 1)])
+def test_layers_that_keep_more(richer_layers: int, num_waves: int, reference: Any) -> None:
+    plan = replace(BASE, activation_budget=0.0, richer_layers=richer_layers, richer_budget=1.0, num_waves=num_waves)
+    seen, left = run(plan, chaos=5)
+    assert seen == reference[0]
+    assert same(left, reference[1])
+
+
 @pytest.mark.parametrize("on_device", [(1,), (1, 2, 3), (0, 4), (0, 1, 2, 3, 4)])
 @pytest.mark.parametrize(("num_waves", "resident"), [(1, False), (2, False), (2, True)])
 def test_places(on_device: tuple[int, ...], num_waves: int, resident: bool, reference: Any) -> None:

@@ -62,7 +62,7 @@ def test_the_backward_reads_the_slot_that_it_is_given(rebuild: bool) -> None:
     unit = unit_of(layer)
     forward, backward = slot_with(unit, layer), slot_with(unit, layer)
     hidden, gradient = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
-    tape = Tape([forward, backward], rebuild=rebuild, audit=True)
+    tape = Tape([forward, backward], rebuilt={unit.index} if rebuild else (), audit=True)
     template = Template(layer, Plane(unit.layout, WEIGHT_PLANE, forward.buffer))
     with tape.record(unit, forward):
         output = tape.forward(unit, 0, template, hidden, CALL)
@@ -79,7 +79,7 @@ def test_the_backward_reads_the_slot_that_it_is_given(rebuild: bool) -> None:
 
 
 def test_a_handle_is_offset_size_and_stride_in_its_own_dtype() -> None:
-    tape = Tape([], rebuild=False, audit=False)
+    tape = Tape([], rebuilt=(), audit=False)
     buffer = torch.arange(64, dtype=torch.float32).view(torch.uint8)
     unit = unit_of(Layer())
     slot = Slot(buffer.clone())
@@ -99,7 +99,7 @@ def test_no_saved_tensor_may_live_in_another_units_slot() -> None:
     unit = unit_of(layer)
     own, other = slot_with(unit, layer), slot_with(unit, layer)
     stray = Template(layer, Plane(unit.layout, WEIGHT_PLANE, other.buffer))
-    tape = Tape([own, other], rebuild=False, audit=False)
+    tape = Tape([own, other], rebuilt=(), audit=False)
     with pytest.raises(AssertionError, match="another unit's slot"), tape.record(unit, own):
         tape.forward(unit, 0, stray, torch.randn(1, 2, 4), CALL)
 
@@ -113,7 +113,7 @@ def test_a_leaf_from_elsewhere_is_refused_by_shape() -> None:
     layer = Shares()
     unit = unit_of(layer)
     slot = slot_with(unit, layer)
-    tape = Tape([slot], rebuild=False, audit=True)
+    tape = Tape([slot], rebuilt=(), audit=True)
     template = Template(layer, Plane(unit.layout, WEIGHT_PLANE, slot.buffer))
     with pytest.raises(ModelRefused, match=r"layer\.0: .*\(3, 4\).*shared"), tape.record(unit, slot):
         tape.forward(unit, 0, template, torch.randn(1, 3, 4), CALL)

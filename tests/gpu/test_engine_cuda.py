@@ -47,13 +47,14 @@ def test_bf16_gradients_are_as_close_to_fp32_as_plain_bf16_autograd(family: str,
     engine.close()
 
 
-@pytest.mark.parametrize("budget", [1.0, 0.5, 0.0])
-def test_streamed_equals_resident_bit_for_bit(budget: float) -> None:
+@pytest.mark.parametrize(("budget", "richer_layers"), [(1.0, 0), (0.5, 0), (0.0, 0), (0.0, 2)])
+def test_streamed_equals_resident_bit_for_bit(budget: float, richer_layers: int) -> None:
     torch.use_deterministic_algorithms(True)
     try:
         found = []
         for slots in (2, 5):
-            engine = engine_of(model_of("llama", torch.bfloat16), Plan(num_slots=slots, compile=True, activation_budget=budget))
+            plan = Plan(num_slots=slots, compile=True, activation_budget=budget, richer_layers=richer_layers, richer_budget=0.7)
+            engine = engine_of(model_of("llama", torch.bfloat16), plan)
             for number in range(3):
                 engine.step(batches(seed=number), lr=1e-3)
             engine.settle()
