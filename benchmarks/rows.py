@@ -23,7 +23,10 @@ from typing import Any
 import torch
 
 from layerferry.backends.base import Backend, Lane, Mark
-from layerferry.engine.batch import MicroBatch
+from layerferry.data.batches import collate
+from layerferry.data.pack import packed
+from layerferry.data.samples import Row, SampleSet
+from layerferry.engine.batch import IGNORE_INDEX, MicroBatch
 from layerferry.plan import GIB
 from layerferry.planner.machine import device_name
 
@@ -172,6 +175,17 @@ def random_batches(*, rows: int, row_tokens: int, micro_batch_rows: int, vocab_s
         ids = torch.randint(0, vocab_size, (count, row_tokens))
         batches.append(MicroBatch(input_ids=ids, labels=ids.clone(), lengths=torch.full((count,), row_tokens)))
     return batches
+
+
+def packed_batches(*, rows: int, row_tokens: int, micro_batch_rows: int, vocab_size: int, sample_tokens: int) -> list[MicroBatch]:
+    """Rows of random samples, ``sample_tokens`` long on average (exponential; 16 at least, a row at most), packed and kept apart
+    as ``neat_packing`` does. The first token of a sample carries no loss."""
+    drawn = torch.empty(2 * rows * row_tokens // sample_tokens + 1).exponential_(1.0 / sample_tokens)
+    lengths = drawn.long().clamp(min(16, row_tokens), row_tokens).tolist()
+    ids = [torch.randint(0, vocab_size, (length,)).tolist() for length in lengths]
+    packs = list(packed([Row(input_ids=one, labels=[IGNORE_INDEX, *one[1:]]) for one in ids], row_tokens))
+    chosen = [packs[i] for i in torch.randperm(len(packs))[:rows].tolist()]
+    return collate(SampleSet(iter(chosen), isolated=True), micro_batch_rows)
 
 
 # ---------------------------------------------------------------- measuring

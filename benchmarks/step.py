@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import Steps, emit, is_done, options, random_batches, resident_bytes, say, step_row
+from rows import Steps, emit, is_done, options, packed_batches, random_batches, resident_bytes, say, step_row
 from shapes import config_of
 
 import layerferry
 from layerferry.backends import make
-from layerferry.config import Config, EngineConfig, ModelConfig, OptimConfig, TrainConfig
+from layerferry.config import Config, DataConfig, EngineConfig, ModelConfig, OptimConfig, TrainConfig
 from layerferry.engine.batch import MicroBatch
 from layerferry.engine.engine import Engine
 from layerferry.plan import GIB, Plan
@@ -45,6 +45,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--vocab", type=int, default=0, help="0: the model's")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--row-tokens", type=int, default=128)
+    parser.add_argument(
+        "--sample-tokens", type=int, default=0, help="rows are packed with samples of this mean length, kept apart"
+    )
     parser.add_argument("--micro-batch-rows", type=int, default=2)
     parser.add_argument("--waves", type=int, default=1)
     parser.add_argument("--budget", type=float, default=1.0, help="share of activations kept")
@@ -114,6 +117,7 @@ def config_for(args: argparse.Namespace, folder: str) -> Config:
     return Config(
         model=ModelConfig(model_name_or_path=folder, train_from_scratch=True),
         optim=OptimConfig(weight_decay=0.01),
+        data=DataConfig(neat_packing=bool(args.sample_tokens)),
         train=TrainConfig(per_device_train_batch_size=args.rows),
         engine=EngineConfig(
             device=args.device,
@@ -160,7 +164,7 @@ def predicted(engine: Engine, args: argparse.Namespace) -> Plan:
 def measure(engine: Engine, args: argparse.Namespace, resident: int) -> dict[str, Any]:
     """One row: the median of ``args.steps`` steps after the warm-up."""
     backend, plan = engine.backend, predicted(engine, args)
-    seconds, link, optimizer, busy = [], [], [], []
+    seconds, link, optimizer, busy, real = [], [], [], [], []
     uploaded = drained = 0
     for number in range(args.warmup + args.steps):
         batches = batches_for(engine, args)
@@ -175,6 +179,7 @@ def measure(engine: Engine, args: argparse.Namespace, resident: int) -> dict[str
         uploaded, drained = engine.feed.uploaded_bytes - up0, engine.drain.drained_bytes - down0
         if number >= args.warmup:
             seconds.append(step_s)
+            real.append(report.num_tokens)
             link.append(report.exposed_link_s)
             optimizer.append(report.exposed_optimizer_s + step_s - report.seconds)
             busy.append(engine.deferred.busy_s - busy0)
@@ -183,14 +188,14 @@ def measure(engine: Engine, args: argparse.Namespace, resident: int) -> dict[str
             f"exposed: optimizer {report.exposed_optimizer_s:.3f} s, link {report.exposed_link_s:.3f} s; "
             f"optimizer {engine.deferred.busy_s - busy0:.2f} s peak {backend.peak_bytes() / GIB:.2f} GiB"
         )
-    tokens = args.rows * args.row_tokens
+    tokens = round(statistics.mean(real))
     steps = Steps(
         case=case_of(args),
         model=args.model,
         layers=len(engine.skeleton.layer_units),
         row_tokens=args.row_tokens,
         tokens_per_step=tokens,
-        flops_per_step=flops_per_token(engine.skeleton, args.row_tokens) * tokens,
+        flops_per_step=flops_per_token(engine.skeleton, args.sample_tokens or args.row_tokens) * tokens,
         seconds=seconds,
         num_params=engine.num_params,
         peak_bytes=backend.peak_bytes(),
@@ -210,17 +215,16 @@ def measure(engine: Engine, args: argparse.Namespace, resident: int) -> dict[str
         "hidden_size": engine.skeleton.hidden_size,
         "vocab_size": engine.skeleton.vocab_size,
         "settled": bool(args.settle),
+        "sample_tokens": args.sample_tokens or None,
     }
     return step_row(steps, own, backend, args)
 
 
 def batches_for(engine: Engine, args: argparse.Namespace) -> list[MicroBatch]:
-    return random_batches(
-        rows=args.rows,
-        row_tokens=args.row_tokens,
-        micro_batch_rows=engine.plan.micro_batch_rows,
-        vocab_size=engine.skeleton.vocab_size,
-    )
+    shape = {"rows": args.rows, "row_tokens": args.row_tokens, "micro_batch_rows": engine.plan.micro_batch_rows}
+    if args.sample_tokens:
+        return packed_batches(**shape, vocab_size=engine.skeleton.vocab_size, sample_tokens=args.sample_tokens)
+    return random_batches(**shape, vocab_size=engine.skeleton.vocab_size)
 
 
 def same_store(one: argparse.Namespace, other: argparse.Namespace) -> bool:

@@ -55,11 +55,25 @@ def rows_of(name: str, argv: list[str], capsys: pytest.CaptureFixture[str]) -> l
 # ---------------------------------------------------------------- rows
 
 
+def test_packed_rows_are_full_of_samples_that_end_where_positions_restart() -> None:
+    torch.manual_seed(0)
+    batches = program("rows").packed_batches(rows=24, row_tokens=1024, micro_batch_rows=16, vocab_size=99, sample_tokens=250)
+    assert [one.input_ids.shape for one in batches] == [(16, 1024), (8, 1024)] and all(one.isolated for one in batches)
+    real = sum(one.num_tokens for one in batches)
+    assert real > 0.97 * 24 * 1024
+    starts = sum(
+        int((row[: int(used)] == 0).sum()) for one in batches for row, used in zip(one.position_ids, one.lengths, strict=True)
+    )
+    assert 150 < real / starts < 350
+    assert sum(one.num_targets for one in batches) == real - starts
+
+
 @pytest.mark.parametrize(
     ("name", "argv", "cases"),
     [
         ("step", [*STEP, "--variants", "slots=1,case=one;layers=2,settle=1,case=two"], 3),
         ("step", [*STEP, "--auto", "1", "--case", "auto"], 1),
+        ("step", [*STEP, "--richer-layers", "1", "--budget", "0", "--case", "richer"], 1),
         ("resident", STEP, 1),
         ("sweep", ["length", "--at", "8,16", *SWEEP], 2),
         ("sweep", ["depth", "--at", "1,2", *SWEEP], 2),
