@@ -46,6 +46,11 @@ class Entry:
     def numel(self) -> int:
         return prod(self.shape)
 
+    @property
+    def padded_numel(self) -> int:
+        """With the padding behind it, up to where the next parameter may begin."""
+        return _aligned(self.numel)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
@@ -90,7 +95,7 @@ class Layout:
                     if spec.dtype == dtype and spec.decays == decays:
                         entry = Entry(name=spec.name, shape=tuple(spec.shape), dtype=dtype, offset=cursor, decays=decays)
                         entries.append(entry)
-                        cursor += _aligned(entry.numel)
+                        cursor += entry.padded_numel
                 if cursor > start:
                     spans.append(Span(dtype=dtype, start=start, stop=cursor, decays=decays))
             section_numel.append(cursor)
@@ -105,6 +110,17 @@ class Layout:
     def numel(self) -> int:
         """Parameters of the unit, padding not counted: the P of bytes per parameter."""
         return sum(entry.numel for entry in self.entries)
+
+    def place(self, entry: Entry, plane: PlaneSpec) -> slice | None:
+        """Bytes of ``entry``, padding included, in one plane of this unit; None where the plane has no such section."""
+        begin = 0
+        for section, numel, dtype in zip(SECTION_DTYPES, self.section_numel, plane.dtypes, strict=True):
+            if section == entry.dtype:
+                size = 0 if dtype is None else dtype.itemsize
+                start = begin + entry.offset * size
+                return slice(start, start + entry.padded_numel * size) if size else None
+            begin += 0 if dtype is None else numel * dtype.itemsize
+        raise AssertionError("a parameter has a dtype without a section")
 
     def bytes(self, plane: PlaneSpec) -> int:
         """Bytes of one plane of this unit."""

@@ -64,6 +64,8 @@ class Plan:
     """Device buffers for layer weights; as many as layers: weights are resident."""
     num_slabs: int = 2
     """Device buffers that layer gradients leave from."""
+    end_parts: int = 1
+    """Parts in which embedding and head travel, where they do: ranges of the vocabulary."""
     on_device: tuple[int, ...] = ()
     """Indexes of the units whose planes, optimizer state included, live @device; nothing of them travels."""
     resident_gradients: bool = False
@@ -113,6 +115,7 @@ class Plan:
                 "fp32",
                 "num_slots",
                 "num_slabs",
+                "end_parts",
                 "on_device",
                 "resident_gradients",
                 "num_waves",

@@ -1,15 +1,29 @@
-"""What is streamed as one piece.
+"""What is streamed as one piece, and the parts that a unit with large tables may be streamed in.
 
 The prologue (embedding and whatever else runs before the first layer), one unit per decoder layer, and the epilogue (final
 norm and head). Where the two ends share a parameter (tied weights) they are one unit, ``ends``, with two uses.
 A unit knows the names that its parameters have in the Hugging Face model; nothing else maps between the two.
+
+At home a unit is whole. Only on the way, and on the device, may it be in parts: ranges of rows of its tables, each with a small
+layout of its own. Rows of a table are contiguous in every plane, so a part is a few stretches of bytes. Checked by
+``tests/test_units.py``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import gcd, lcm
+from typing import NamedTuple, TypeAlias
 
-from layerferry.layout import Layout
+from layerferry.layout import ALIGN_ELEMENTS, Entry, Layout, ParameterSpec, PlaneSpec
+
+
+class Stretch(NamedTuple):
+    """Bytes that lie together both at home and in a piece's buffer."""
+
+    at_home: slice
+    in_piece: slice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +35,104 @@ class Unit:
     layout: Layout
     names: dict[str, str]
     is_layer: bool
+    tables: tuple[str, ...] = ()
+    """Entries along the vocabulary, whose rows can be used apart from each other; none: the unit only travels whole."""
 
     @property
     def numel(self) -> int:
         return self.layout.numel
+
+    @property
+    def unit(self) -> Unit:
+        """Itself: a whole unit is a piece like its parts are."""
+        return self
+
+    @property
+    def number(self) -> int:
+        return 0
+
+    def stretches(self, spec: PlaneSpec) -> list[Stretch]:
+        """Where its bytes lie in the unit's plane of ``spec``, and in a buffer of its own."""
+        everything = slice(0, self.layout.bytes(spec))
+        return [Stretch(everything, everything)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """Rows of a unit's tables. Part 0 also has all parameters of the unit that are no tables."""
+
+    unit: Unit
+    number: int
+    layout: Layout
+    rows: Mapping[str, range]
+    """Of each table of which there is something in this part."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.unit.name} part {self.number}"
+
+    @property
+    def index(self) -> int:
+        return self.unit.index
+
+    @property
+    def names(self) -> dict[str, str]:
+        return self.unit.names
+
+    def stretches(self, spec: PlaneSpec) -> list[Stretch]:
+        """Where its bytes lie in the unit's plane of ``spec``, and in a buffer of its own; padding travels along."""
+        found: list[Stretch] = []
+        for entry in self.layout.entries:
+            own = self.layout.place(entry, spec)
+            if own is None:
+                continue
+            whole = self.unit.layout.by_name[entry.name]
+            home = self.unit.layout.place(whole, spec)
+            assert home is not None
+            num_bytes = own.stop - own.start
+            skipped = self.rows[entry.name].start * _row(whole) if entry.name in self.rows else 0
+            begin = home.start + skipped * (num_bytes // entry.padded_numel)
+            at_home = slice(begin, begin + num_bytes)
+            if found and (found[-1].at_home.stop, found[-1].in_piece.stop) == (at_home.start, own.start):
+                last = found.pop()
+                at_home, own = slice(last.at_home.start, at_home.stop), slice(last.in_piece.start, own.stop)
+            found.append(Stretch(at_home, own))
+        return found
+
+
+Piece: TypeAlias = Unit | Part
+"""What travels at a time."""
+
+
+def divide(unit: Unit, count: int) -> tuple[Piece, ...]:
+    """``unit`` in at most ``count`` parts of about as many rows; itself alone where it has no tables, or few rows."""
+    tables = [unit.layout.by_name[name] for name in unit.tables]
+    if count <= 1 or not tables:
+        return (unit,)
+    # every part begins where a parameter may begin: its padding is then the table's own, or none
+    multiple = lcm(*(ALIGN_ELEMENTS // gcd(_row(table), ALIGN_ELEMENTS) for table in tables))
+    height = {table.name: multiple * -(-table.shape[0] // (count * multiple)) for table in tables}
+    needed = max(-(-table.shape[0] // height[table.name]) for table in tables)
+    return tuple(_part(unit, number, height) for number in range(needed)) if needed > 1 else (unit,)
+
+
+def _part(unit: Unit, number: int, height: Mapping[str, int]) -> Part:
+    rows: dict[str, range] = {}
+    specs = []
+    for entry in unit.layout.entries:
+        shape = entry.shape
+        if entry.name in height:
+            begin = number * height[entry.name]
+            own = range(begin, min(begin + height[entry.name], entry.shape[0]))
+            if not own:
+                continue
+            rows[entry.name], shape = own, (len(own), *entry.shape[1:])
+        elif number:
+            continue
+        specs.append(ParameterSpec(name=entry.name, shape=shape, dtype=entry.dtype, decays=entry.decays))
+    return Part(unit=unit, number=number, layout=Layout.of(specs), rows=rows)
+
+
+def _row(table: Entry) -> int:
+    """Elements of one row."""
+    return table.numel // table.shape[0]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -62,8 +62,10 @@ class _Wait:
 
 @dataclass
 class _Uses:
-    """Last uses of one buffer: the actor and its clock value; reads since the last write."""
+    """Last uses of some bytes of a buffer: the actor and its clock value; reads since the last write."""
 
+    begin: int
+    end: int
     write: tuple[str, int, str] | None = None
     reads: dict[str, tuple[int, str]] = field(default_factory=dict)
 
@@ -81,7 +83,7 @@ class ChaosBackend(CpuBackend):
         self._queues: dict[Lane, deque[_Copy | _Wait]] = {lane: deque() for lane in Lane}
         self._tickets = dict.fromkeys(Lane, 0)
         self._clocks: dict[str, Clock] = {}
-        self._uses: dict[int, _Uses] = {}
+        self._uses: dict[int, list[_Uses]] = {}  # by storage
 
     # ---------------------------------------------------------------- queued work
 
@@ -173,16 +175,28 @@ class ChaosBackend(CpuBackend):
 
         for buffers, writing in ((reads, False), (writes, True)):
             for buffer in filter(Tensor.numel, buffers):  # empty ones share an address
-                uses = self._uses.setdefault(buffer.untyped_storage().data_ptr(), _Uses())
-                if uses.write is not None and not before(uses.write[0], uses.write[1]):
-                    raise RaceError(f"{actor} {what}: no fence after the {uses.write[2]} that {uses.write[0]} wrote")
-                if writing:
-                    for other, (count, how) in uses.reads.items():
-                        if not before(other, count):
-                            raise RaceError(f"{actor} {what}: no fence after the {how} by which {other} reads")
-                    uses.write, uses.reads = (actor, clock[actor], what), {}
-                else:
-                    uses.reads[actor] = (clock[actor], what)
+                known = self._uses.setdefault(buffer.untyped_storage().data_ptr(), [])
+                begin = int(buffer.storage_offset()) * buffer.itemsize
+                end = begin + buffer.numel() * buffer.itemsize
+                for uses in known:
+                    if uses.begin < end and begin < uses.end:
+                        self._check(actor, what, uses, before, writing=writing)
+                if writing:  # everything inside was before
+                    known[:] = [uses for uses in known if uses.begin < begin or end < uses.end]
+                    known.append(_Uses(begin, end, write=(actor, clock[actor], what)))
+                    continue
+                own = next((uses for uses in known if (uses.begin, uses.end) == (begin, end)), None)
+                if own is None:
+                    own = _Uses(begin, end)
+                    known.append(own)
+                own.reads[actor] = (clock[actor], what)
+
+    def _check(self, actor: str, what: str, uses: _Uses, before: Callable[[str, int], bool], *, writing: bool) -> None:
+        if uses.write is not None and not before(uses.write[0], uses.write[1]):
+            raise RaceError(f"{actor} {what}: no fence after the {uses.write[2]} that {uses.write[0]} wrote")
+        for other, (count, how) in uses.reads.items() if writing else ():
+            if not before(other, count):
+                raise RaceError(f"{actor} {what}: no fence after the {how} by which {other} reads")
 
 
 def is_released(tensor: Tensor) -> bool:

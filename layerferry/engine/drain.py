@@ -3,7 +3,8 @@
 ``with drain(unit) as accumulator`` gives a zeroed fp32 plane on the device; micro-batches add into it. On leaving it is
 rounded once into a slab of the gradient plane's dtypes, the norm of exactly those bytes is taken (no extra pass over host
 memory), and the slab travels down while the next unit computes. In the second and later waves of a step the accumulator
-starts from the gradient already @host, which is brought back one unit ahead of its use (``expect``).
+starts from the gradient already @host, which is brought back one unit ahead of its use (``expect``). A unit that is drained in
+parts (``units.divide``) has the norm of all their bytes.
 
 TRAP: a parameter that got no gradient still owns its span and sends zeros (tests/engine/test_drain.py).
 """
@@ -23,7 +24,7 @@ from layerferry.backends.base import Backend, Fence, Lane
 from layerferry.engine.clock import Clock
 from layerferry.layout import FP32_PLANE, GRAD, Plane
 from layerferry.store.store import Store
-from layerferry.units import Unit
+from layerferry.units import Piece, Unit
 
 
 @dataclass(eq=False)
@@ -45,8 +46,8 @@ class SlabPool:
         self._leaving = itertools.cycle([Slab(backend.device_buffer(slab_bytes)) for _ in range(num_slabs)])
         self._landing = itertools.cycle([Slab(backend.device_buffer(slab_bytes)) for _ in range(num_landings)])
 
-    def accumulator(self, unit: Unit) -> Tensor:
-        """[>= accumulator_bytes] uint8 @device: where the gradient of ``unit`` is summed in fp32."""
+    def accumulator(self, piece: Piece) -> Tensor:
+        """[>= accumulator_bytes] uint8 @device: where the gradient of ``piece`` is summed in fp32."""
         return self._accumulator
 
     def leaving(self) -> Slab:
@@ -59,16 +60,16 @@ class SlabPool:
 
 
 class ResidentAccumulators(SlabPool):
-    """An accumulator for every unit: several waves are summed in fp32 @device and travel once."""
+    """An accumulator for every piece: several waves are summed in fp32 @device and travel once."""
 
     keeps = True
 
-    def __init__(self, backend: Backend, units: Iterable[Unit], *, num_slabs: int, slab_bytes: int) -> None:
+    def __init__(self, backend: Backend, pieces: Iterable[Piece], *, num_slabs: int, slab_bytes: int) -> None:
         super().__init__(backend, num_slabs=num_slabs, num_landings=0, slab_bytes=slab_bytes, accumulator_bytes=0)
-        self._own = {unit.index: backend.device_buffer(unit.layout.bytes(FP32_PLANE)) for unit in units}
+        self._own = {(p.index, p.number): backend.device_buffer(p.layout.bytes(FP32_PLANE)) for p in pieces}
 
-    def accumulator(self, unit: Unit) -> Tensor:
-        return self._own[unit.index]
+    def accumulator(self, piece: Piece) -> Tensor:
+        return self._own[piece.index, piece.number]
 
 
 class HomeAccumulators(SlabPool):
@@ -80,8 +81,8 @@ class HomeAccumulators(SlabPool):
         super().__init__(backend, num_slabs=0, num_landings=0, slab_bytes=0, accumulator_bytes=0)
         self._store = store
 
-    def accumulator(self, unit: Unit) -> Tensor:
-        return self._store.plane(unit, GRAD).buffer
+    def accumulator(self, piece: Piece) -> Tensor:
+        return self._store.plane(piece.unit, GRAD).buffer
 
 
 class Drain:
@@ -96,31 +97,32 @@ class Drain:
         self.norms: dict[int, Tensor] = {}
         """Unit index -> 2-norm [] fp32 @device of the gradient as the optimizer will read it."""
         self.drained_bytes = 0
-        self._expected: deque[Unit] = deque()
-        self._landed: dict[int, tuple[Slab, Fence]] = {}
+        self._norms_of_parts: dict[int, dict[int, Tensor]] = {}
+        self._expected: deque[Piece] = deque()
+        self._landed: dict[tuple[int, int], tuple[Slab, Fence]] = {}
 
-    def expect(self, units: Iterable[Unit]) -> None:
+    def expect(self, pieces: Iterable[Piece]) -> None:
         """These gradients will be carried on, in this order: the first is on its way when this returns."""
-        self._expected = deque(unit for unit in units if not self._pool_of[unit.index].keeps)
+        self._expected = deque(piece for piece in pieces if not self._pool_of[piece.index].keeps)
         self._landed.clear()
         self._bring_next()
 
     @contextmanager
-    def __call__(self, unit: Unit, *, carry: bool = False) -> Iterator[Plane]:
-        """The fp32 accumulator of ``unit`` @device: zero, or with ``carry`` the sum of the step's earlier waves."""
-        pool = self._pool_of[unit.index]
-        buffer = pool.accumulator(unit)
-        accumulator = Plane(unit.layout, FP32_PLANE, buffer)
+    def __call__(self, piece: Piece, *, carry: bool = False) -> Iterator[Plane]:
+        """The fp32 accumulator of ``piece`` @device: zero, or with ``carry`` the sum of the step's earlier waves."""
+        pool = self._pool_of[piece.index]
+        buffer = pool.accumulator(piece)
+        accumulator = Plane(piece.layout, FP32_PLANE, buffer)
         self._backend.touch(Lane.COMPUTE, writes=[buffer])
         if not carry:
             accumulator.buffer.zero_()
         elif not pool.keeps:
-            self._take_up(unit, accumulator)
+            self._take_up(piece, accumulator)
         yield accumulator
-        if unit.index in self._store.on_device:
-            self._settle_at_home(unit, accumulator)
+        if piece.index in self._store.on_device:
+            self._settle_at_home(piece.unit, accumulator)
         elif self.last_wave or not pool.keeps:
-            self._send(unit, pool, accumulator)
+            self._send(piece, pool, accumulator)
 
     def _settle_at_home(self, unit: Unit, accumulator: Plane) -> None:
         if self.last_wave:
@@ -133,41 +135,49 @@ class Drain:
     def _bring_next(self) -> None:
         if not self._expected:
             return
-        unit = self._expected.popleft()
-        slab, grad = self._pool_of[unit.index].landing(), self._store.plane(unit, GRAD)
+        piece = self._expected.popleft()
+        slab, grad = self._pool_of[piece.index].landing(), self._store.plane(piece.unit, GRAD)
         if slab.free is not None:
             self._backend.wait(Lane.UPLOAD, slab.free)
-        self._backend.wait(Lane.UPLOAD, self.drained[unit.index])
-        with self._clock.span(Lane.UPLOAD, f"{unit.name} gradient"):
-            self._backend.copy(Lane.UPLOAD, slab.buffer[: grad.buffer.numel()], grad.buffer)
-        self._landed[unit.index] = (slab, self._backend.record(Lane.UPLOAD))
+        self._backend.wait(Lane.UPLOAD, self.drained[piece.index])
+        with self._clock.span(Lane.UPLOAD, f"{piece.name} gradient"):
+            for at_home, in_piece in piece.stretches(grad.spec):
+                self._backend.copy(Lane.UPLOAD, slab.buffer[in_piece], grad.buffer[at_home])
+        self._landed[piece.index, piece.number] = (slab, self._backend.record(Lane.UPLOAD))
 
-    def _take_up(self, unit: Unit, accumulator: Plane) -> None:
-        slab, arrival = self._landed.pop(unit.index)
+    def _take_up(self, piece: Piece, accumulator: Plane) -> None:
+        slab, arrival = self._landed.pop((piece.index, piece.number))
         with self._clock.waiting("link"):
             self._backend.wait(Lane.COMPUTE, arrival)
         self._backend.touch(Lane.COMPUTE, reads=[slab.buffer])
-        landed = Plane(unit.layout, self._store.plane(unit, GRAD).spec, slab.buffer)
+        landed = Plane(piece.layout, self._store.plane(piece.unit, GRAD).spec, slab.buffer)
         for section, values in landed.sections.items():
             accumulator.sections[section].copy_(values)
         slab.free = self._backend.record(Lane.COMPUTE)
         self._bring_next()
 
-    def _send(self, unit: Unit, pool: SlabPool, accumulator: Plane) -> None:
-        slab, grad = pool.leaving(), self._store.plane(unit, GRAD)
+    def _send(self, piece: Piece, pool: SlabPool, accumulator: Plane) -> None:
+        slab, grad = pool.leaving(), self._store.plane(piece.unit, GRAD)
         if slab.free is not None:
             with self._clock.waiting("link"):
                 self._backend.wait(Lane.COMPUTE, slab.free)
         self._backend.touch(Lane.COMPUTE, writes=[slab.buffer])
-        leaving = Plane(unit.layout, grad.spec, slab.buffer)
+        leaving = Plane(piece.layout, grad.spec, slab.buffer)
         for section, values in leaving.sections.items():
             values.copy_(accumulator.sections[section])
-        self.norms[unit.index] = _norm(leaving)
+        self._note_norm(piece, _norm(leaving))
         self._backend.wait(Lane.DOWNLOAD, self._backend.record(Lane.COMPUTE))
-        with self._clock.span(Lane.DOWNLOAD, unit.name):
-            self._backend.copy(Lane.DOWNLOAD, grad.buffer, leaving.buffer)
-        self.drained[unit.index] = slab.free = self._backend.record(Lane.DOWNLOAD)
-        self.drained_bytes += grad.buffer.numel()
+        with self._clock.span(Lane.DOWNLOAD, piece.name):
+            for at_home, in_piece in piece.stretches(grad.spec):
+                self._backend.copy(Lane.DOWNLOAD, grad.buffer[at_home], leaving.buffer[in_piece])
+        # of a unit in parts the last one to leave stands for all: a lane works in order
+        self.drained[piece.index] = slab.free = self._backend.record(Lane.DOWNLOAD)
+        self.drained_bytes += leaving.buffer.numel()
+
+    def _note_norm(self, piece: Piece, norm: Tensor) -> None:
+        shares = self._norms_of_parts.setdefault(piece.index, {})
+        shares[piece.number] = norm
+        self.norms[piece.index] = norm if piece is piece.unit else torch.linalg.vector_norm(torch.stack(list(shares.values())))
 
 
 def _norm(plane: Plane) -> Tensor:

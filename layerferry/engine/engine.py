@@ -24,16 +24,18 @@ from layerferry.engine.clock import Clock
 from layerferry.engine.compiled import preparer
 from layerferry.engine.deferred import DeferredSteps
 from layerferry.engine.drain import Drain
+from layerferry.engine.ends_in_parts import EmbeddingParts, HeadParts, refuse_undividable, refuse_whole_logits
 from layerferry.engine.feed import Feed
 from layerferry.engine.isolation import IsolationCheck
 from layerferry.engine.pools import slab_pools, slot_pools
 from layerferry.engine.pretrained import ModelFolder
 from layerferry.engine.randomness import seed_of
 from layerferry.engine.router_loss import RouterLoss
-from layerferry.engine.sizes import device_sizes
-from layerferry.engine.sweep import Sweep, Wave
+from layerferry.engine.sizes import device_sizes, pieces_of
+from layerferry.engine.sweep import Sweep
 from layerferry.engine.tape import Tape, rebuilt
 from layerferry.engine.templates import Templates
+from layerferry.engine.wave import Wave
 from layerferry.errors import PlanError
 from layerferry.models.skeleton import Skeleton
 from layerferry.objectives.base import Objective
@@ -104,14 +106,20 @@ class Engine:
         """Slots, slabs and templates for ``plan``."""
         self.plan = plan
         skeleton, store, backend = self.skeleton, self.store, self.backend
+        refuse_undividable(skeleton, plan)
         sizes = device_sizes(store.units, plan, store.specs)
         slots = slot_pools(store, sizes, backend)
         self.feed = Feed(backend, self.clock, store, self.deferred, slots)
-        self.drain = Drain(backend, self.clock, store, slab_pools(store, sizes, backend, resident=plan.resident_gradients))
+        self.drain = Drain(backend, self.clock, store, slab_pools(store, sizes, backend, plan))
         self._slots = [slot for pool in set(slots.values()) for slot in pool.slots]
         budgets = plan.layer_budgets(len(skeleton.layer_units))
         templates = Templates(skeleton, preparer(plan), budgets)
-        self._sweep = Sweep(skeleton, backend, self.feed, self.drain, templates, plan.chunk_tokens, IsolationCheck())
+        lanes = (skeleton, backend, self.feed, self.drain)
+        first, last = (pieces_of(unit, plan) for unit in (skeleton.prologue_unit, skeleton.epilogue_unit))
+        self._head_parts = HeadParts.of(*lanes, plan.chunk_tokens, last)
+        self._sweep = Sweep(
+            *lanes, templates, plan.chunk_tokens, IsolationCheck(), EmbeddingParts.of(*lanes, first), self._head_parts
+        )
         self._rebuilt = rebuilt(skeleton.layer_units, plan)
         self._audited = False
 
@@ -124,7 +132,7 @@ class Engine:
         assert plan.on_device == self.plan.on_device and plan.fp32 == self.plan.fp32, "planes do not move"
         self.settle()
         self.backend.synchronize()
-        del self.feed, self.drain, self._sweep, self._slots
+        del self.feed, self.drain, self._sweep, self._head_parts, self._slots
         gc.collect()
         self.backend.drop_workspaces()
         self._allocate(plan)
@@ -153,6 +161,7 @@ class Engine:
         begin = time.perf_counter()
         refuse_beyond_plan(micro_batches, self.plan)
         objective = objective or self._default_objective
+        refuse_whole_logits(objective, self._head_parts)
         denominator = objective.denominator(micro_batches)
         report = _Counts(sum(m.num_targets for m in micro_batches), sum(m.num_tokens for m in micro_batches))
         if not denominator:
@@ -198,6 +207,7 @@ class Engine:
     def evaluate(self, micro_batches: Sequence[MicroBatch], objective: Objective | None = None) -> EvalReport:
         """Mean loss over ``micro_batches`` with the weights of the latest step; pending updates are waited for unit by unit."""
         objective = objective or self._default_objective
+        refuse_whole_logits(objective, self._head_parts)
         denominator = objective.denominator(micro_batches)
         if not denominator:
             return EvalReport(loss=math.nan, num_targets=0)

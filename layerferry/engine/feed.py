@@ -4,7 +4,8 @@ The engine tells what comes next (``expect``); uploads run as far ahead as there
 waits for that unit's upload; leaving returns the slot, and the next expected upload takes it. A slot keeps what it holds
 until it is needed for something else, and the content whose next use is furthest away goes first (L. Belady, "A study of
 replacement algorithms", 1966; the order of uses is known here): with three slots the turn from forward to backward needs no
-upload, and with a slot for every unit weights are resident.
+upload, and with a slot for every unit weights are resident. What is fed is a unit or a part of one (``units.divide``); a part
+waits for its whole unit's update.
 
 Waiting for a pending update never blocks the caller: the upload hangs on the update's future and is queued by whoever
 finishes it. Checked by ``tests/engine/test_feed.py`` and, for every order of events, by the chaos backend.
@@ -25,15 +26,15 @@ from layerferry.engine.clock import Clock
 from layerferry.engine.deferred import DeferredSteps
 from layerferry.layout import WEIGHT
 from layerferry.store.store import Store
-from layerferry.units import Unit
+from layerferry.units import Piece, Unit
 
 
 @dataclass(eq=False)
 class Slot:
-    """A device buffer that one unit's weights land in. Written by the feed only."""
+    """A device buffer that one piece's weights land in. Written by the feed only."""
 
     buffer: Tensor  # [slot_bytes] uint8 @device
-    unit: Unit | None = None
+    piece: Piece | None = None
     arrival: Future[Fence] | None = None
     released: Fence | None = None
     claims: int = 0
@@ -42,15 +43,15 @@ class Slot:
 
 
 class SlotPool:
-    """Slots of one size, and the units that use them."""
+    """Slots of one size, and the pieces that use them."""
 
     def __init__(self, backend: Backend, *, num_slots: int, slot_bytes: int) -> None:
         self.slots = [Slot(backend.device_buffer(slot_bytes)) for _ in range(num_slots)]
-        self.expected: deque[Unit] = deque()
-        self.assigned: deque[tuple[Unit, Slot]] = deque()
+        self.expected: deque[Piece] = deque()
+        self.assigned: deque[tuple[Piece, Slot]] = deque()
 
-    def holding(self, unit: Unit) -> Slot | None:
-        return next((slot for slot in self.slots if slot.unit is unit), None)
+    def holding(self, piece: Piece) -> Slot | None:
+        return next((slot for slot in self.slots if slot.piece is piece), None)
 
     def victim(self) -> Slot | None:
         """The free slot whose content is needed last, of equals the one that was used longest ago."""
@@ -58,13 +59,13 @@ class SlotPool:
         order = list(self.expected)
 
         def next_use(slot: Slot) -> int:
-            return order.index(slot.unit) if slot.unit in order else len(order)
+            return order.index(slot.piece) if slot.piece in order else len(order)
 
         return max(free, key=lambda slot: (next_use(slot), -slot.last_use), default=None)
 
     def outdated(self) -> list[Slot]:
         """Slots whose content is of no use once the weights have been stepped."""
-        return [slot for slot in self.slots if slot.unit is not None]
+        return [slot for slot in self.slots if slot.piece is not None]
 
 
 class HomePool(SlotPool):
@@ -91,12 +92,12 @@ class Feed:
         self._uses = 0
         self.uploaded_bytes = 0
 
-    def expect(self, units: Iterable[Unit]) -> None:
+    def expect(self, pieces: Iterable[Piece]) -> None:
         """Say what will be fed next, in order; adds to what was said before."""
         touched = set()
-        for unit in units:
-            pool = self.pool_of[unit.index]
-            pool.expected.append(unit)
+        for piece in pieces:
+            pool = self.pool_of[piece.index]
+            pool.expected.append(piece)
             touched.add(pool)
         for pool in touched:
             self._advance(pool)
@@ -113,18 +114,18 @@ class Feed:
                     self._vacate(slot)
 
     @contextmanager
-    def __call__(self, unit: Unit) -> Iterator[Slot]:
-        """The slot that holds ``unit``'s weights, for the compute lane, until the context is left."""
-        pool = self.pool_of[unit.index]
-        if not pool.assigned or pool.assigned[0][0] is not unit:
-            self._unforeseen(pool, unit)
+    def __call__(self, piece: Piece) -> Iterator[Slot]:
+        """The slot that holds ``piece``'s weights, for the compute lane, until the context is left."""
+        pool = self.pool_of[piece.index]
+        if not pool.assigned or pool.assigned[0][0] is not piece:
+            self._unforeseen(pool, piece)
         _, slot = pool.assigned.popleft()
         assert slot.arrival is not None
         with self._clock.waiting("link" if slot.arrival.done() else "optimizer"):
             self._backend.wait(Lane.COMPUTE, slot.arrival.result())
         self._backend.touch(Lane.COMPUTE, reads=[slot.buffer])
         try:
-            with self._clock.span(Lane.COMPUTE, unit.name):
+            with self._clock.span(Lane.COMPUTE, piece.name):
                 yield slot
         finally:
             slot.released = self._backend.record(Lane.COMPUTE)
@@ -133,41 +134,41 @@ class Feed:
             self._uses += 1
             self._advance(pool)
 
-    def _unforeseen(self, pool: SlotPool, unit: Unit) -> None:
+    def _unforeseen(self, pool: SlotPool, piece: Piece) -> None:
         for _, slot in pool.assigned:
             slot.claims -= 1
         pool.assigned.clear()
         pool.expected.clear()
-        pool.expected.append(unit)
+        pool.expected.append(piece)
         self._advance(pool)
 
     def _advance(self, pool: SlotPool) -> None:
         while pool.expected:
-            unit = pool.expected[0]
-            slot = pool.holding(unit)
+            piece = pool.expected[0]
+            slot = pool.holding(piece)
             if slot is None:
                 slot = pool.victim()
                 if slot is None:
                     return
-                self._upload(unit, slot)
+                self._upload(piece, slot)
             pool.expected.popleft()
             slot.claims += 1
-            pool.assigned.append((unit, slot))
+            pool.assigned.append((piece, slot))
 
     def _vacate(self, slot: Slot) -> None:
         # TRAP: what nobody came for may still be on its way (tests/engine/test_feed.py)
         assert slot.arrival is not None
         self._backend.wait(Lane.COMPUTE, slot.arrival.result())
-        slot.unit = None
+        slot.piece = None
         self._backend.release(slot.buffer)
         slot.released = self._backend.record(Lane.COMPUTE)
 
-    def _upload(self, unit: Unit, slot: Slot) -> None:
-        if slot.unit is not None:
+    def _upload(self, piece: Piece, slot: Slot) -> None:
+        if slot.piece is not None:
             self._vacate(slot)
-        slot.unit = unit
-        source = self._store.plane(unit, WEIGHT).buffer
-        target, released = slot.buffer[: source.numel()], slot.released
+        slot.piece = piece
+        source = self._store.plane(piece.unit, WEIGHT)
+        stretches, target, released = piece.stretches(source.spec), slot.buffer, slot.released
         arrival: Future[Fence] = Future()
         slot.arrival = arrival
 
@@ -176,11 +177,12 @@ class Feed:
                 self._backend.wait(Lane.UPLOAD, update.result())
                 if released is not None:
                     self._backend.wait(Lane.UPLOAD, released)
-                with self._clock.span(Lane.UPLOAD, unit.name):
-                    self._backend.copy(Lane.UPLOAD, target, source)
-                self.uploaded_bytes += source.numel()
+                with self._clock.span(Lane.UPLOAD, piece.name):
+                    for at_home, in_piece in stretches:
+                        self._backend.copy(Lane.UPLOAD, target[in_piece], source.buffer[at_home])
+                self.uploaded_bytes += sum(at_home.stop - at_home.start for at_home, _ in stretches)
                 arrival.set_result(self._backend.record(Lane.UPLOAD))
             except BaseException as error:
                 arrival.set_exception(error)
 
-        self._deferred.ready(unit).add_done_callback(queue)
+        self._deferred.ready(piece.unit).add_done_callback(queue)

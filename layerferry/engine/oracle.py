@@ -26,7 +26,7 @@ from layerferry.engine.randomness import seed_of
 from layerferry.models.build import locations
 from layerferry.models.stack import find_stack
 from layerferry.objectives.base import Head
-from layerferry.units import Unit
+from layerferry.units import Piece
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -139,14 +139,14 @@ class OtherSlots(SlotPool):
         self.expected, self.assigned = deque(), deque()
         self._last: dict[int, Slot] = {}
 
-    def holding(self, unit: Unit) -> Slot | None:
+    def holding(self, piece: Piece) -> Slot | None:
         return None
 
     def victim(self) -> Slot | None:
-        unit = self.expected[0]
-        chosen = next((slot for slot in self.slots if not slot.claims and slot is not self._last.get(unit.index)), None)
+        piece = self.expected[0]
+        chosen = next((slot for slot in self.slots if not slot.claims and slot is not self._last.get(piece.index)), None)
         if chosen is not None:
-            self._last[unit.index] = chosen
+            self._last[piece.index] = chosen
         return chosen
 
     @classmethod

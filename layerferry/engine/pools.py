@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from layerferry.backends.base import Backend
 from layerferry.engine.drain import HomeAccumulators, ResidentAccumulators, SlabPool
 from layerferry.engine.feed import HomePool, SlotPool
-from layerferry.engine.sizes import DeviceSizes
+from layerferry.engine.sizes import DeviceSizes, pieces_of
+from layerferry.plan import Plan
 from layerferry.store.store import Store
 
 
@@ -18,15 +19,16 @@ def slot_pools(store: Store, sizes: Mapping[bool, DeviceSizes], backend: Backend
     return {unit.index: home if unit.index in store.on_device else shared[unit.is_layer] for unit in store.units}
 
 
-def slab_pools(store: Store, sizes: Mapping[bool, DeviceSizes], backend: Backend, *, resident: bool) -> dict[int, SlabPool]:
-    """By unit index; ``resident``: gradients stay @device between waves."""
+def slab_pools(store: Store, sizes: Mapping[bool, DeviceSizes], backend: Backend, plan: Plan) -> dict[int, SlabPool]:
+    """By unit index."""
     pools: dict[int, SlabPool] = {}
     home = HomeAccumulators(backend, store)
     for kind, size in sizes.items():
         travelling = [unit for unit in store.units if unit.is_layer is kind and unit.index not in store.on_device]
         shared: SlabPool
-        if resident:
-            shared = ResidentAccumulators(backend, travelling, num_slabs=size.num_slabs, slab_bytes=size.slab_bytes)
+        if plan.resident_gradients:
+            pieces = [piece for unit in travelling for piece in pieces_of(unit, plan)]
+            shared = ResidentAccumulators(backend, pieces, num_slabs=size.num_slabs, slab_bytes=size.slab_bytes)
         else:
             shared = SlabPool(
                 backend,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,52 +17,22 @@ from torch import Tensor
 from layerferry.backends.base import Backend
 from layerferry.engine.batch import MicroBatch
 from layerferry.engine.drain import Drain
+from layerferry.engine.ends_in_parts import BoundTables, EmbeddingParts, HeadParts
 from layerferry.engine.feed import Feed, Slot
 from layerferry.engine.gradients import add_gradients, gradients_of
 from layerferry.engine.isolation import IsolationCheck
 from layerferry.engine.randomness import seed_of
 from layerferry.engine.router_loss import RouterLoss
-from layerferry.engine.tape import SideGradients, Tape
+from layerferry.engine.tape import Tape
 from layerferry.engine.templates import Templates
+from layerferry.engine.wave import Pass, Wave
 from layerferry.layout import WEIGHT_PLANE, Plane
-from layerferry.models.embedding import EmbeddingTap, LookUp
+from layerferry.models.embedding import EmbeddingTap
 from layerferry.models.inputs import Inputs
 from layerferry.models.skeleton import Skeleton
-from layerferry.models.stack import LayerCall
 from layerferry.models.varlen import boundaries
 from layerferry.objectives.base import Head, Objective
-from layerferry.units import Unit
-
-
-@dataclass(slots=True)
-class Pass:
-    """One micro-batch on its way through the units."""
-
-    micro_batch: MicroBatch
-    number: int  # within the step: the same whatever the waves
-    hidden: Tensor  # [B, T, D] @device
-    calls: list[LayerCall]
-    look_ups: list[LookUp] = field(default_factory=list)
-    first: Tensor | None = None  # the prologue's output with its graph
-    sides: SideGradients = field(default_factory=SideGradients)
-    gradient: Tensor | None = None  # dL/dhidden [B, T, D] @device
-    routed: list[Tensor] = field(default_factory=list)  # router logits of an evaluation
-    router_gradients: dict[int, list[Tensor]] = field(default_factory=dict)  # unit index -> of each of its routers' logits
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wave:
-    """What passes through the units together, and what holds for all of it."""
-
-    micro_batches: Sequence[tuple[int, MicroBatch]]
-    """With their numbers within the step: the same whatever the waves."""
-    objective: Objective
-    denominator: float
-    step_seed: int
-    tape: Tape
-    carry: bool
-    """Earlier waves of the step have left gradients to add to."""
-    router_loss: RouterLoss | None = None
+from layerferry.units import Piece, Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +46,9 @@ class Sweep:
     templates: Templates
     chunk_tokens: int
     isolation: IsolationCheck
+    embedding_parts: EmbeddingParts | None
+    """Where the prologue is not fed whole. So too the head."""
+    head_parts: HeadParts | None
 
     # ---------------------------------------------------------------- a training wave
 
@@ -84,29 +57,47 @@ class Sweep:
         so that the sum does not depend on the waves."""
         skeleton, tape = self.skeleton, wave.tape
         layers = skeleton.layer_units
-        self.feed.expect([skeleton.prologue_unit, *layers, skeleton.epilogue_unit, *reversed(layers)])
+        embedding, head = self.embedding_parts, self.head_parts
+        first = [skeleton.prologue_unit] if embedding is None else embedding.upwards
+        self.feed.expect(
+            [*first, *layers, *([skeleton.epilogue_unit] if head is None else head.there_and_back), *reversed(layers)]
+        )
         self._set_mode(training=True)
-        passes, end_parameters = self._prologue(wave)
+        passes, bound = self._prologue(wave)
         needs_prologue = tape.num_handles.get(skeleton.prologue_unit.index, 0) > 0
         if needs_prologue:
-            self.feed.expect([skeleton.prologue_unit])
+            self.feed.expect([first[-1]])
         for index, unit in enumerate(layers):
             self._layer_forward(unit, index, passes, wave)
         tied = skeleton.epilogue_unit is skeleton.prologue_unit
         if wave.carry:
-            self.drain.expect([skeleton.epilogue_unit, *reversed(layers), *([] if tied else [skeleton.prologue_unit])])
+            self.drain.expect(self._downwards(tied=tied))
         with ExitStack() as whole_backward:
             # TRAP: a tied unit's gradient has two shares; its norm is that of the sum (tests/engine/test_invariance.py)
             ends = whole_backward.enter_context(self.drain(skeleton.epilogue_unit, carry=wave.carry)) if tied else None
             loss = self._head(passes, wave, ends, loss)
             for index, unit in reversed(list(enumerate(layers))):
                 self._layer_backward(unit, index, passes, wave)
-            with self._or_drain(ends, skeleton.prologue_unit, carry=wave.carry) as accumulator:
-                self._prologue_backward(passes, end_parameters, tape, accumulator, needs_prologue)
+            if embedding is not None:
+                assert isinstance(bound, BoundTables)
+                embedding.backward(passes, bound, wave, needs_weights=needs_prologue)
+            else:
+                assert isinstance(bound, list)
+                with self._or_drain(ends, skeleton.prologue_unit, carry=wave.carry) as accumulator:
+                    self._prologue_backward(passes, bound, tape, accumulator, needs_prologue)
         return loss
 
-    def _prologue(self, wave: Wave) -> tuple[list[Pass], list[torch.nn.Parameter]]:
+    def _downwards(self, *, tied: bool) -> list[Piece]:
+        """What is drained, in the order of the backward."""
+        embedding, head = self.embedding_parts, self.head_parts
+        last: Sequence[Piece] = [self.skeleton.prologue_unit] if embedding is None else embedding.parts
+        first: Sequence[Piece] = [self.skeleton.epilogue_unit] if head is None else head.parts
+        return [*reversed(first), *reversed(self.skeleton.layer_units), *([] if tied else last)]
+
+    def _prologue(self, wave: Wave) -> tuple[list[Pass], list[torch.nn.Parameter] | BoundTables]:
         unit = self.skeleton.prologue_unit
+        if self.embedding_parts is not None:
+            return self.embedding_parts.forward(wave, [self._inputs(micro_batch) for _, micro_batch in wave.micro_batches])
         passes = []
         with self.feed(unit) as slot, wave.tape.record(unit, slot):
             parameters = self._bind(unit, slot)
@@ -128,20 +119,25 @@ class Sweep:
                 run.hidden = wave.tape.forward(unit, run.number, template, run.hidden, run.calls[index])
 
     def _head(self, passes: Sequence[Pass], wave: Wave, accumulator: Plane | None, loss: Tensor) -> Tensor:
+        if self.head_parts is not None:
+            return self.head_parts.train(passes, wave, loss, lambda run: self._balance(run, wave))
         unit = self.skeleton.epilogue_unit
         with self.feed(unit) as slot, self._or_drain(accumulator, unit, carry=wave.carry) as sums:
             head = Head(self.skeleton, self._bind(unit, slot), sums, self.chunk_tokens)
             for run in passes:
                 self.backend.seed(seed_of(wave.step_seed, len(self.skeleton.units), run.number))
                 share, run.gradient = wave.objective.step(head, run.hidden, run.micro_batch, wave.denominator)
-                if wave.router_loss is not None:
-                    share = share + self._balance(run, wave.router_loss, wave.tape)
-                loss = loss + share
+                balance = self._balance(run, wave)
+                loss = loss + (share if balance is None else share + balance)
         return loss
 
-    def _balance(self, run: Pass, router_loss: RouterLoss, tape: Tape) -> Tensor:
-        """The load-balancing loss of one micro-batch []; its gradients wait in ``run`` for the layers' backward."""
-        routed = {unit.index: tape.routed(unit, run.number) for unit in self.skeleton.layer_units}
+    def _balance(self, run: Pass, wave: Wave) -> Tensor | None:
+        """The load-balancing loss of one micro-batch [], where there is one; its gradients wait in ``run`` for the layers'
+        backward."""
+        router_loss = wave.router_loss
+        if router_loss is None:
+            return None
+        routed = {unit.index: wave.tape.routed(unit, run.number) for unit in self.skeleton.layer_units}
         logits = [one for of_layer in routed.values() for one in of_layer]
         loss, gradients = router_loss.step(logits, run.micro_batch, run.number)
         waiting = iter(gradients)
@@ -199,16 +195,13 @@ class Sweep:
     ) -> Tensor:
         """These micro-batches' share of the loss [] fp32 @device; memory grows with their number by hidden states only."""
         skeleton = self.skeleton
-        self.feed.expect([skeleton.prologue_unit, *skeleton.layer_units, skeleton.epilogue_unit])
+        first = [skeleton.prologue_unit] if self.embedding_parts is None else self.embedding_parts.upwards
+        last = [skeleton.epilogue_unit] if self.head_parts is None else self.head_parts.parts
+        self.feed.expect([*first, *skeleton.layer_units, *last])
         self._set_mode(training=False)
         total = torch.zeros((), device=self.backend.device)
         with torch.no_grad():
-            with self.feed(skeleton.prologue_unit) as slot:
-                self._bind(skeleton.prologue_unit, slot)
-                passes = []
-                for number, micro_batch in micro_batches:
-                    hidden, calls = skeleton.prologue(self._inputs(micro_batch), EmbeddingTap(()))
-                    passes.append(Pass(micro_batch, number, hidden, calls))
+            passes = self._embedded(micro_batches)
             for index, unit in enumerate(skeleton.layer_units):
                 with self.feed(unit) as slot:
                     template = self.templates.bound(index, slot)
@@ -218,15 +211,34 @@ class Sweep:
                             self.isolation.check(template, skeleton.keys[index], run.micro_batch, run.hidden, call)
                         run.hidden = template(run.hidden, call.args, call.kwargs, call)
                         run.routed += template.routed
-            with self.feed(skeleton.epilogue_unit) as slot:
-                head = Head(skeleton, self._bind(skeleton.epilogue_unit, slot), None, self.chunk_tokens)
-                for run in passes:
-                    total = total + objective.evaluate(head, run.hidden, run.micro_batch) / denominator
-                    if router_loss is not None:
-                        total = total + router_loss.evaluate(run.routed, run.micro_batch, run.number)
+            for run, share in zip(passes, self._losses(passes, objective), strict=True):
+                total = total + share / denominator
+                if router_loss is not None:
+                    total = total + router_loss.evaluate(run.routed, run.micro_batch, run.number)
         return total
 
-    # ---------------------------------------------------------------- parts
+    def _embedded(self, micro_batches: Sequence[tuple[int, MicroBatch]]) -> list[Pass]:
+        inputs = [self._inputs(micro_batch) for _, micro_batch in micro_batches]
+        if self.embedding_parts is not None:
+            return self.embedding_parts.evaluate(micro_batches, inputs)
+        unit, passes = self.skeleton.prologue_unit, []
+        with self.feed(unit) as slot:
+            self._bind(unit, slot)
+            for (number, micro_batch), given in zip(micro_batches, inputs, strict=True):
+                hidden, calls = self.skeleton.prologue(given, EmbeddingTap(()))
+                passes.append(Pass(micro_batch, number, hidden, calls))
+        return passes
+
+    def _losses(self, passes: Sequence[Pass], objective: Objective) -> list[Tensor]:
+        """Sum of the loss [] over each micro-batch."""
+        if self.head_parts is not None:
+            return self.head_parts.evaluate(passes, objective)
+        unit = self.skeleton.epilogue_unit
+        with self.feed(unit) as slot:
+            head = Head(self.skeleton, self._bind(unit, slot), None, self.chunk_tokens)
+            return [objective.evaluate(head, run.hidden, run.micro_batch) for run in passes]
+
+    # ---------------------------------------------------------------- helpers
 
     def _set_mode(self, *, training: bool) -> None:
         self.templates.train(training)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,10 +26,11 @@ from layerferry.models.graph import graph_leaves, leaf_names, tensors_in
 from layerferry.models.inputs import Inputs
 from layerferry.models.router_balance import RouterBalance
 from layerferry.models.stack import LayerCall, StopForward, Stub, StubScript, find_stack
+from layerferry.models.tables import tables_of
 from layerferry.models.template import Template, behaviour_key
 from layerferry.models.varlen import NAME as VARLEN
 from layerferry.models.varlen import without_mask
-from layerferry.units import Unit
+from layerferry.units import Piece, Unit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -79,10 +81,11 @@ class Skeleton:
         self.epilogue_unit = self.units[0] if self.units[-1].is_layer else self.units[-1]
         self.layer_units = tuple(unit for unit in self.units if unit.is_layer)
         self.keys = [behaviour_key(layer) for layer in self.layers]
+        self._head_parts = self._find_head()
+        self._mark_tables()
         self.buffer_names = self._persistent_buffers()
         self.buffers = [{name: b.to(device) for name, b in layer.named_buffers()} for layer in self.layers]
         self._move_buffers()
-        self._head_parts = self._find_head()
 
     # ---------------------------------------------------------------- construction
 
@@ -192,6 +195,22 @@ class Skeleton:
             units.append(Unit(name=name, index=index, layout=layout, names=names, is_layer=is_layer))
         return tuple(units)
 
+    def _mark_tables(self) -> None:
+        """Tell the ends which of their parameters can be used some rows at a time."""
+        tables = tables_of(self)
+        ends = (self.prologue_unit.index, self.epilogue_unit.index)
+        self.units = tuple(replace(unit, tables=tables[unit.index]) if unit.index in tables else unit for unit in self.units)
+        self.prologue_unit, self.epilogue_unit = (self.units[index] for index in ends)
+
+    @property
+    def undividable(self) -> str | None:
+        """Why the ends can only be fed whole; None where they can be fed in parts."""
+        if self.prologue_unit is self.epilogue_unit:
+            return "embedding and head share a weight, whose gradient is one sum"
+        if not self.epilogue_unit.tables:
+            return "its head is not a linear map with a scale or soft-cap after it"
+        return None if self.prologue_unit.tables else "its embedding is not just looked up with the input ids"
+
     def _persistent_buffers(self) -> dict[str, tuple[int | None, str]]:
         """Model name of every buffer that a checkpoint holds -> (layer index or None, name inside it)."""
         found: dict[str, tuple[int | None, str]] = {}
@@ -243,11 +262,12 @@ class Skeleton:
 
     # ---------------------------------------------------------------- binding
 
-    def bind(self, unit: Unit, plane: Plane) -> list[nn.Parameter]:
-        """Hang views of ``plane`` (weights of an end unit in its slot) into the model; parameters in layout order."""
+    def bind(self, piece: Piece, plane: Plane) -> list[nn.Parameter]:
+        """Hang views of ``plane`` (weights of an end, or of a part of it, in its slot) into the model; parameters in layout
+        order."""
         bound = []
-        for entry in unit.layout.entries:
-            old = self._parameter(unit.names[entry.name])
+        for entry in piece.layout.entries:
+            old = self._parameter(piece.names[entry.name])
             parameter = nn.Parameter(plane.view(entry), requires_grad=old.requires_grad)
             self._swap(old, parameter)
             bound.append(parameter)
@@ -262,6 +282,9 @@ class Skeleton:
             yield self._places[id(parameter)][0][0]
         finally:
             self._swap(parameter, old)
+
+    def is_trained(self, name: str) -> bool:
+        return self._parameter(name).requires_grad
 
     def _swap(self, old: nn.Parameter, new: nn.Parameter) -> None:
         places = self._places.pop(id(old))
@@ -323,11 +346,19 @@ class Skeleton:
         """Layout entries (weight [V, D], bias [V] or None) of the linear head; None where the family has no plain one."""
         return None if self._head_parts is None else self._head_parts[1:]
 
-    def head_weight(self) -> tuple[Tensor, Tensor | None]:
-        """The head's bound weight [V, D] and bias [V] @device."""
-        assert self._head_parts is not None
+    @property
+    def head_module(self) -> nn.Linear | None:
+        """The linear head itself."""
+        if self._head_parts is None:
+            return None
         module = self._head_parts[0]
         assert isinstance(module, nn.Linear)
+        return module
+
+    def head_weight(self) -> tuple[Tensor, Tensor | None]:
+        """The head's bound weight [V, D] and bias [V] @device."""
+        module = self.head_module
+        assert module is not None
         return module.weight, module.bias
 
     def before_head(self, hidden: Tensor) -> Tensor:
@@ -343,12 +374,14 @@ class Skeleton:
                 torch.set_grad_enabled(grad)
         raise AssertionError("the epilogue did not reach the head")
 
-    def after_head(self, output: Tensor) -> Tensor:
-        """What the family makes of the linear head's output [C, V]: logits [C, V], after scales and caps."""
+    def after_head(self, output: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """What the family makes of the linear head's output [C, V]: logits [C, V], after scales and caps. ``hidden`` [C, D] goes
+        into the epilogue, zeros where it is None."""
         assert self._head_parts is not None
-        hidden = torch.zeros(len(output), 1, self.hidden_size, dtype=output.dtype, device=output.device)
+        if hidden is None:
+            hidden = torch.zeros(len(output), self.hidden_size, dtype=output.dtype, device=output.device)
         with self._in_place_of_head(self._head_parts[0], lambda _: output.unsqueeze(1)):
-            return self._epilogue(hidden).squeeze(1)
+            return self._epilogue(hidden.unsqueeze(1)).squeeze(1)
 
     @contextmanager
     def _in_place_of_head(self, head: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> Iterator[None]:

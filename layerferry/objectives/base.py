@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from layerferry.engine.batch import IGNORE_INDEX, MicroBatch
 from layerferry.engine.gradients import add_gradients, gradients_of
 from layerferry.layout import Plane
 from layerferry.models.skeleton import Skeleton
+
+if TYPE_CHECKING:
+    from layerferry.objectives.head_in_parts import HeadInParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,15 @@ class Objective(Protocol):
 
     def evaluate(self, head: Head, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
         """Sum of the loss over the micro-batch [] fp32 @device, not divided."""
+        ...
+
+
+@runtime_checkable
+class DividesHead(Protocol):
+    """An objective that can do with some rows of the head at a time."""
+
+    def in_parts(self, head: Head) -> HeadInParts:
+        """``head``: with the first rows bound."""
         ...
 
 

@@ -2,7 +2,7 @@
 
 The reference is ``OnLogits`` with torch's cross entropy. Where a numerical check shows that the epilogue is a plain linear
 head, up to a scale or soft-cap, ``fused_linear`` computes the same with the gradient in the forward; it is used on CUDA
-only, and a test compares the two.
+only, and a test compares the two. A head that is fed in parts is computed in two passes over them (``head_in_parts``).
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerferry.engine.batch import MicroBatch
+from layerferry.errors import ModelRefused
 from layerferry.models.skeleton import Skeleton
 from layerferry.objectives.base import Head, Targets
 from layerferry.objectives.custom import OnLogits
-from layerferry.objectives.fused_linear import FusedLinear
+from layerferry.objectives.fused_linear import PROBE_TOKENS, FusedLinear
+from layerferry.objectives.head_in_parts import HeadInParts
 
 
 class CrossEntropy:
@@ -27,6 +29,8 @@ class CrossEntropy:
         self._wants_fused = fused
         self._fused: FusedLinear | None = None
         self._fused_of: Skeleton | None = None  # the model that was asked for a fused form
+        self._in_parts: HeadInParts | None = None
+        self._in_parts_of: Skeleton | None = None
         self._reference = OnLogits(_summed)
 
     def denominator(self, micro_batches: Sequence[MicroBatch]) -> float:
@@ -49,6 +53,20 @@ class CrossEntropy:
         loss, found = self._fused.step(head, chosen, targets.labels, denominator)
         gradient.index_copy_(0, targets.rows, found)
         return loss, gradient.view_as(hidden)
+
+    def in_parts(self, head: Head) -> HeadInParts:
+        """The same over a head in parts, whichever device."""
+        if self._in_parts is None or self._in_parts_of is not head.skeleton:
+            weight, _ = head.skeleton.head_weight()
+            sample = torch.randn(PROBE_TOKENS, weight.shape[1], generator=torch.Generator().manual_seed(0))
+            found = FusedLinear.of(head, sample.to(weight.device, weight.dtype))
+            if found is None:
+                raise ModelRefused(
+                    f"{head.skeleton.config.model_type}: logits of some rows of the head are not those of a linear head: "
+                    "end_parts: 1 feeds it whole"
+                )
+            self._in_parts, self._in_parts_of = HeadInParts(found.shape, compiled=weight.is_cuda), head.skeleton
+        return self._in_parts
 
     def evaluate(self, head: Head, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
         return self._reference.evaluate(head, hidden, micro_batch)

@@ -12,26 +12,17 @@ outputs far larger than those, which scale and cap it has; anything else keeps t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from layerferry.models.linear_head import Shape, agree, candidates, spread
 from layerferry.objectives.base import Head
 
-_PROBE_TOKENS = 16
-_WIDEST = 128.0
-"""Outputs of the head up to this size are tried: those of a new model are so small that a soft-cap does not show."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What follows the linear head: logits * scale, then cap * tanh(logits / cap)."""
-
-    scale: float = 1.0
-    cap: float | None = None
+PROBE_TOKENS = 16
+"""Hidden states that a head is tried with."""
 
 
 class FusedLinear:
@@ -47,15 +38,15 @@ class FusedLinear:
         if head.skeleton.head is None:
             return None
         with torch.no_grad():
-            sample = hidden[:_PROBE_TOKENS]
+            sample = hidden[:PROBE_TOKENS]
             expected = head.logits(sample).float()
             weight, bias = head.skeleton.head_weight()
             plain = F.linear(head.skeleton.before_head(sample), weight, bias)
             # TRAP: small outputs pass any soft-cap (tests/objectives/test_fused_linear.py)
-            wide = torch.linspace(-_WIDEST, _WIDEST, plain.numel(), device=plain.device).to(plain.dtype).view_as(plain)
+            wide = spread(plain)
             pairs = [(plain, expected), (wide, head.skeleton.after_head(wide).float())]
-            for shape in _candidates(head.skeleton.config):
-                if all(_agree(_shaped(output.float(), shape), logits, plain.dtype) for output, logits in pairs):
+            for shape in candidates(head.skeleton.config):
+                if all(agree(shape.of(output.float()), logits, plain.dtype) for output, logits in pairs):
                     return cls(shape, compiled=hidden.is_cuda)
         return None
 
@@ -77,34 +68,11 @@ class FusedLinear:
             del logits
             total = total + loss
             torch.mm(slope, weight, out=gradient[part])
-            _add_outer(weight_sum, slope, inputs[part])
+            add_product(weight_sum, slope.t(), inputs[part])
             if bias_entry is not None:
                 head.accumulator.view(bias_entry).add_(slope.sum(0, dtype=torch.float32))
             del slope  # two buffers of C x V at the most are alive
         return total, head.backward(normed, leaf, gradient)
-
-
-def _agree(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Equal but for the roundings of a few steps, one each, in ``dtype``."""
-    tolerance = 2 * torch.finfo(dtype).eps * expected.abs().max()
-    return bool(((found - expected).abs() <= tolerance).all())
-
-
-def _candidates(config: Any) -> list[Shape]:
-    text = config.get_text_config()
-    cap = getattr(text, "final_logit_softcapping", None)
-    scales = [1.0]
-    for name in ("logit_scale", "lm_head_multiplier"):
-        scales += [float(value)] if isinstance(value := getattr(text, name, None), (int, float)) else []
-    if isinstance(divisor := getattr(text, "logits_scaling", None), (int, float)) and divisor:
-        scales.append(1.0 / divisor)
-    caps = [None] + ([float(cap)] if cap else [])
-    return [Shape(scale, limit) for limit in caps for scale in scales]
-
-
-def _shaped(logits: Tensor, shape: Shape) -> Tensor:
-    scaled = logits * shape.scale
-    return scaled if shape.cap is None else shape.cap * torch.tanh(scaled / shape.cap)
 
 
 def _loss_and_gradient(logits: Tensor, labels: Tensor, weight: float, scale: float, cap: float | None) -> tuple[Tensor, Tensor]:
@@ -121,11 +89,11 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor, weight: float, scale: flo
     return loss, slope.to(logits.dtype)
 
 
-def _add_outer(target: Tensor, slope: Tensor, inputs: Tensor) -> None:
-    """target [V, D] fp32 += slope^T [V, C] inputs [C, D], accumulated in fp32."""
-    if slope.dtype == torch.float32:
-        target.addmm_(slope.t(), inputs)
-    elif slope.is_cuda:
-        torch.ops.aten.addmm.dtype_out(target, slope.t(), inputs, torch.float32, out=target)
+def add_product(target: Tensor, left: Tensor, right: Tensor) -> None:
+    """target [M, N] fp32 += left [M, K] right [K, N], accumulated in fp32."""
+    if left.dtype == torch.float32:
+        target.addmm_(left, right)
+    elif left.is_cuda:
+        torch.ops.aten.addmm.dtype_out(target, left, right, torch.float32, out=target)
     else:
-        target.add_(torch.mm(slope.t(), inputs))
+        target.add_(torch.mm(left, right))

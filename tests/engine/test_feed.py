@@ -58,7 +58,7 @@ def test_a_slot_holds_the_bytes_of_its_unit() -> None:
     for unit in layers:
         with engine.feed(unit) as slot:
             own = engine.store.plane(unit, WEIGHT).buffer
-            assert slot.unit is unit and torch.equal(slot.buffer[: own.numel()], own)
+            assert slot.piece is unit and torch.equal(slot.buffer[: own.numel()], own)
     engine.close()
 
 
@@ -92,9 +92,9 @@ def test_forgetting_stale_weights_empties_the_slots() -> None:
     with engine.feed(unit) as slot:
         pass
     engine.feed.forget(stale=False)
-    assert slot.unit is unit and slot.claims == 0
+    assert slot.piece is unit and slot.claims == 0
     engine.feed.forget(stale=True)
-    assert slot.unit is None and is_released(slot.buffer.view(torch.float32))
+    assert slot.piece is None and is_released(slot.buffer.view(torch.float32))
     engine.close()
 
 
@@ -104,5 +104,5 @@ def test_a_slot_is_given_back_when_its_user_fails() -> None:
     with pytest.raises(ZeroDivisionError), engine.feed(first):
         raise ZeroDivisionError
     with engine.feed(second) as slot:
-        assert slot.unit is second
+        assert slot.piece is second
     engine.close()

@@ -1,0 +1,46 @@
+"""The micro-batches that pass the units together, and what each of them leaves on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from layerferry.engine.batch import MicroBatch
+from layerferry.engine.router_loss import RouterLoss
+from layerferry.engine.tape import SideGradients, Tape
+from layerferry.models.embedding import LookUp
+from layerferry.models.stack import LayerCall
+from layerferry.objectives.base import Objective
+
+
+@dataclass(slots=True)
+class Pass:
+    """One micro-batch on its way through the units."""
+
+    micro_batch: MicroBatch
+    number: int  # within the step: the same whatever the waves
+    hidden: Tensor  # [B, T, D] @device
+    calls: list[LayerCall]
+    look_ups: list[LookUp] = field(default_factory=list)
+    first: Tensor | None = None  # the prologue's output with its graph
+    sides: SideGradients = field(default_factory=SideGradients)
+    gradient: Tensor | None = None  # dL/dhidden [B, T, D] @device
+    routed: list[Tensor] = field(default_factory=list)  # router logits of an evaluation
+    router_gradients: dict[int, list[Tensor]] = field(default_factory=dict)  # unit index -> of each of its routers' logits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wave:
+    """What passes through the units together, and what holds for all of it."""
+
+    micro_batches: Sequence[tuple[int, MicroBatch]]
+    """With their numbers within the step: the same whatever the waves."""
+    objective: Objective
+    denominator: float
+    step_seed: int
+    tape: Tape
+    carry: bool
+    """Earlier waves of the step have left gradients to add to."""
+    router_loss: RouterLoss | None = None
