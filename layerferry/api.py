@@ -23,13 +23,13 @@ from layerferry.engine.pretrained import ModelFolder
 from layerferry.engine.randomness import seed_of
 from layerferry.errors import CheckpointError, ConfigError
 from layerferry.layout import FP32_PLANE, GRAD_PLANE
+from layerferry.models import experts, varlen
 from layerferry.models.build import ATTENTION, build_on_meta, read_config, refuse_missing_folder, take_block_size
 from layerferry.models.grown import GrownSource, grown_rows
 from layerferry.models.initial import initial_parameters
 from layerferry.models.parameter_source import ParameterSource
 from layerferry.models.router_balance import ask_for_balance
 from layerferry.models.skeleton import Skeleton
-from layerferry.models.varlen import use_where_possible
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.base import Optimizer
 from layerferry.optim.decay import decays
@@ -77,8 +77,10 @@ def load(
     built, source, folder = _build(config, live, num_tokens)
     if weights is not None:
         source = ParameterSource(built, CheckpointFolder(weights))
+    if backend.device.type == "cuda":
+        experts.use_where_needed(built)
     if backend.device.type == "cuda" and config.model.flash_attn == "auto":
-        use_where_possible(built)
+        varlen.use_where_possible(built)
     skeleton = Skeleton(built, decays=decays, device=backend.device, fp32=config.train.fp32)
     if plan is None:
         from layerferry.planner import choose_for

@@ -229,6 +229,12 @@ def preferred_compiler() -> str | None:
     return os.environ.get("CXX", "").strip() or None
 
 
+def allocator_is_configured() -> bool:
+    """PYTORCH_ALLOC_CONF, or PYTORCH_CUDA_ALLOC_CONF as it was called before: the user has settings of their own for torch's
+    device allocator."""
+    return any(os.environ.get(name, "").strip() for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+
+
 def cache_folder() -> Path:
     """LAYERFERRY_CACHE, or layerferry/ in the user's cache folder: what can be built or measured again. May not exist yet."""
     named = os.environ.get("LAYERFERRY_CACHE", "").strip()

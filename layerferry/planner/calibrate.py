@@ -266,6 +266,7 @@ def cache_file(skeleton: Skeleton, backend: Backend, plan: Plan, shape: Shape) -
         "device": _device(backend),
         "config": {key: config[key] for key in sorted(config) if not key.startswith(("_name", "transformers_version"))},
         "attention": str(getattr(skeleton.config, "_attn_implementation", "")),
+        "experts": str(getattr(skeleton.config, "_experts_implementation", "")),
         "rows": plan.micro_batch_rows,
         "shape": dataclasses.asdict(shape),
         "plan": [plan.activation_budget, plan.chunk_tokens, plan.compile, plan.fp32],

@@ -4,7 +4,7 @@ A layer's time is its matrix products at the machine's rate, plus passes over ac
 what recomputation adds under the activation budget; every micro-batch also pays for adding the layer's gradient to an fp32
 sum, and for launching. Constants are fitted to DESIGN's table for one compiled Qwen2.5-7B layer (16 rows of 1,024 tokens;
 624, 629, 597, 565 and 513 model-TFLOP/s at budgets 1.0, 0.7, 0.5, 0.3 and 0.0, about 600 with 8 rows at 0.7) and say where
-they come from. Left out: experts that are too small for the matrix units. Checked by ``tests/planner/test_time.py`` against
+they come from. Checked by ``tests/planner/test_time.py`` against
 whole measured steps of other shapes.
 """
 
@@ -26,6 +26,9 @@ RECOMPUTATION = ((0.0, 1.225), (0.3, 1.109), (0.5, 1.047), (0.7, 0.992), (1.0, 1
 """(activation budget, time over that of budget 1.0) of a compiled layer, sums and launches taken off."""
 EAGER, EAGER_REBUILD = 1.18, 1.57
 """Time over that of the compiled layer (540 and 406 beside 636 TFLOP/s): everything kept, everything computed again."""
+EXPERT_PASSES = 9.0
+"""Times that the rows of fused experts are moved besides: sorted, gathered, weighted, put back and added, both ways. Fitted to
+one measurement (Qwen3-30B-A3B's layers, 2.33 s a step); the grouped products themselves ran at the rate of others."""
 LAYER_OVERHEAD_S = 1.0e-3
 """Of every layer and micro-batch, whatever its size: 8 rows instead of 16 cost 5 %, of which sums explain a third."""
 SUM_BYTES = 10
@@ -70,7 +73,8 @@ def pace(model: Model, plan: Plan, shape: Shape, machine: Machine) -> Pace:
     layers = []
     for number, kept in enumerate(model.kept):
         products = layer_flops / (speed * STEP_SHARE)
-        work = tokens * (products + ACTIVATION_PASSES * kept.compiled * moved_s)
+        passes = ACTIVATION_PASSES * kept.compiled + EXPERT_PASSES * kept.routed
+        work = tokens * (products + passes * moved_s)
         sums = SUM_BYTES * model.kinds[number].numel * moved_s
         forward = work * whole * FORWARD_SHARE + LAYER_OVERHEAD_S * FORWARD_SHARE
         backward = work * again - work * whole * FORWARD_SHARE + LAYER_OVERHEAD_S * (1 - FORWARD_SHARE) + sums

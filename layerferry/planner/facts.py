@@ -46,6 +46,8 @@ class Kept:
     compiled: float
     largest: float
     """Widest single activation: what transients are made of."""
+    routed: float = 0.0
+    """Bytes per token that pass through fused experts: each chosen one's inputs and outputs."""
 
     def per_token(self, row_tokens: int, budget: float, *, compiled: bool, boundary: float) -> float:
         """Under ``budget``; ``boundary`` is the bytes per token of hidden states, the least that is kept."""
@@ -205,7 +207,8 @@ def _kept(skeleton: Skeleton, index: int, calls: list[list[LayerCall]] | None) -
         except Exception as error:  # data-dependent shapes and the like do not run on meta
             log.debug("%s: layer %d does not run on meta: %s", skeleton.config.model_type, index, error)
     compiled = max(linear * itemsize, COMPILED_SHARE * eager)
-    return Kept(eager=eager, square=square, compiled=compiled, largest=max(largest, boundary) * itemsize)
+    routed = _expert_width(layer, skeleton.config) * itemsize
+    return Kept(eager=eager, square=square, compiled=compiled, largest=max(largest, boundary) * itemsize, routed=routed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": SMALL,
     "qwen2": {**SMALL, "tie_word_embeddings": True},
     "gemma2": {**SMALL, "head_dim": 64, "sliding_window": 32, "query_pre_attn_scalar": 64},
+    "gpt_oss": {
+        **SMALL,
+        "head_dim": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 128,
+        "sliding_window": 32,
+    },
     "qwen3_moe": {**SMALL, "head_dim": 64, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
 }
 

@@ -58,7 +58,12 @@ QWEN_14B = {
     "num_attention_heads": 40,
     "num_key_value_heads": 8,
 }
-SHAPES = {"qwen2.5-3b": QWEN_3B, "qwen2.5-7b": QWEN_7B, "qwen2.5-14b": QWEN_14B}
+QWEN_MOE = {
+    "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48, "head_dim": 128,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936,
+    "max_position_embeddings": 40960, "tie_word_embeddings": False, "model_type": "qwen3_moe",
+}  # fmt: skip
+SHAPES = {"qwen3-30b-a3b": QWEN_MOE, "qwen2.5-3b": QWEN_3B, "qwen2.5-7b": QWEN_7B, "qwen2.5-14b": QWEN_14B}
 
 
 def skeleton(model_type: str = "llama", *, fp32: bool = False, attention: str = "sdpa", **overrides: Any) -> Skeleton:
@@ -73,9 +78,9 @@ def skeleton(model_type: str = "llama", *, fp32: bool = False, attention: str = 
 @functools.cache
 def qwen(name: str, num_layers: int | None = None) -> Model:
     """A Qwen2.5 of two built layers, told how many it has: nothing but their number differs."""
-    shape = SHAPES[name]
+    shape = {"model_type": "qwen2", **SHAPES[name]}
     count = num_layers or int(shape["num_hidden_layers"])
-    small = Model.of(skeleton("qwen2", **{**shape, "num_hidden_layers": 2}))
+    small = Model.of(skeleton(**{**shape, "num_hidden_layers": 2}))
     layers = [replace(small.units[1], index=i + 1, name=f"layer.{i}") for i in range(count)]
     ends = [] if small.tied else [replace(small.units[-1], index=count + 1)]
     flops = replace(small.flops, layer_params=small.flops.layer_params * count // 2, attention=small.flops.attention[:1] * count)
