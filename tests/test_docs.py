@@ -225,19 +225,16 @@ def rows(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8").splitlines()]
 
 
-def test_the_speeds_in_the_readme_are_rows_of_the_results() -> None:
-    quoted = re.findall(r"^\| `([\w\-.]+)` \|(.*)\|$", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.M)
-    assert quoted
-    fields = ("device_peak_gib", "host_resident_gib", "bytes_per_param", "step_s", "tokens_per_s", "model_tflops")
-    for case, cells in quoted:
-        numbers = [cell.strip().replace(",", "") for cell in cells.split("|")[1:]]
-        decimals = [len(number.partition(".")[2]) for number in numbers]
-        measured = [
-            [f"{row[field]:.{places}f}" for field, places in zip(fields, decimals, strict=True)]
-            for row in rows("step.jsonl")
-            if row["case"] == case
-        ]
-        assert numbers in measured, f"{case}: {numbers} is none of {measured}"
+def test_the_tables_of_measured_rows_are_rendered_from_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("render_results", ROOT / "tools" / "render_results.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, script)
+    spec.loader.exec_module(script)
+    for page, text in script.pages().items():
+        assert page.read_text(encoding="utf-8") == text, f"{name_of(page)}: python tools/render_results.py"
+    quoted = re.findall(r"^\| `([\w\-.]+)` \|", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.M)
+    assert quoted == list(script.WHAT)
 
 
 def test_every_field_of_a_row_is_explained() -> None:

@@ -1,0 +1,125 @@
+"""Writes the tables of measured rows: README.md (the chosen ones) and benchmarks/results/README.md (the latest row of every
+case), from benchmarks/results/step.jsonl.
+
+    python tools/render_results.py [--check]
+
+``--check`` writes nothing and fails where a page is not what the rows say. Checked by ``tests/test_docs.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+ROWS = ROOT / "benchmarks" / "results" / "step.jsonl"
+BEGIN, END = "<!-- rows: tools/render_results.py -->", "<!-- end of rows -->"
+
+WHAT = {
+    "7b-stream-44": "Qwen2.5-7B, everything streamed, only inputs kept",
+    "7b-stream-90": "the same, 3 layers keep more",
+    "7b-free": "Qwen2.5-7B, as the planner likes: embedding and 19 layers on the device",
+    "7b-16k": "the same with 16k tokens a step: all but the head on the device",
+    "7b-24gib": "Qwen2.5-7B with 24 GiB of device memory",
+    "3b-free": "Qwen2.5-3B, as the planner likes: everything on the device",
+    "3b-resident": "Qwen2.5-3B, an ordinary training script (compiled, fused loss, fp32 masters) in the same run",
+    "qwen3-30b-a3b": "12 layers of Qwen3-30B-A3B (8 of 128 experts), active parameters counted",
+    "7b-packed-250": "Qwen2.5-7B, rows packed with samples of 250 tokens, kept apart",
+    "7b-full-rows": "the same plan with full rows, in the same run",
+}
+"""The README's rows, in its order."""
+
+
+def latest(path: Path = ROWS) -> dict[str, dict[str, Any]]:
+    """Case -> its last row."""
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    return {row["case"]: row for row in rows}
+
+
+def chosen(rows: dict[str, dict[str, Any]]) -> str:
+    """The README's table."""
+    lines = [
+        "| case | what | device GiB | host GiB | s/step | predicted | tokens/s | model-TFLOP/s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for case, what in WHAT.items():
+        row = rows[case]
+        lines.append(
+            f"| `{case}` | {what} | {row['device_peak_gib']:.1f} | {row['host_resident_gib']:.1f} | {row['step_s']:.2f} "
+            f"| {_seconds(row.get('predicted_step_s'))} | {row['tokens_per_s']:,.0f} | {row['model_tflops']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def everything(rows: dict[str, dict[str, Any]]) -> str:
+    """The latest row of every case, with the plan in short."""
+    lines = [
+        "# Measured steps",
+        "",
+        "Written by `tools/render_results.py`: the latest row of every case in step.jsonl. [benchmarks/README.md](../README.md)",
+        "says what the fields mean. Exposed: seconds that compute stood still for an update, and for a copy.",
+        "",
+        "| case | model | layers | tokens/step | device GiB | B/param host | s/step | predicted | exposed | TFLOP/s | commit | plan |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for case in sorted(rows):
+        row = rows[case]
+        exposed = f"{row['exposed_optimizer_s']:.2f} + {row['exposed_link_s']:.2f}" if "exposed_link_s" in row else ""
+        lines.append(
+            f"| `{case}` | {row['model']} | {row['layers']} | {row['tokens_per_step']:,} | {row['device_peak_gib']:.1f} "
+            f"| {row['bytes_per_param']:.2f} | {row['step_s']:.2f} | {_seconds(row.get('predicted_step_s'))} | {exposed} "
+            f"| {row['model_tflops']:.1f} | {row['commit']} | {_plan(row)} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _plan(row: dict[str, Any]) -> str:
+    plan = row["plan"]
+    if "num_slots" not in plan:
+        return "resident baseline"
+    words = [f"{plan['num_waves']} wave{'s' * (plan['num_waves'] > 1)} of {plan['micro_batch_rows']}-row micro-batches"]
+    words.append(f"budget {plan['activation_budget']:g}")
+    if plan.get("richer_layers"):
+        words.append(f"{plan['richer_layers']} layers {plan['richer_budget']:g}")
+    if plan.get("on_device"):
+        words.append(f"{len(plan['on_device'])} units at home")
+    if plan.get("resident_gradients"):
+        words.append("gradients resident")
+    elif plan["num_waves"] > 1:
+        words.append(f"gradients carried in {'fp32' if plan.get('carry_fp32') else 'bf16'}")
+    return ", ".join(words) + f" ({row.get('planned_by', 'hand')})"
+
+
+def pages() -> dict[Path, str]:
+    """Page -> what it should be."""
+    rows = latest()
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    return {
+        readme: f"{before}{BEGIN}\n{chosen(rows)}\n{END}{after}",
+        ROOT / "benchmarks" / "results" / "README.md": everything(rows),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    for page, text in pages().items():
+        if check and (not page.is_file() or page.read_text() != text):
+            sys.exit(f"{page.relative_to(ROOT)} is not what the rows say: python tools/render_results.py")
+        if not check:
+            page.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
