@@ -31,6 +31,10 @@ WHAT = {
     "7b-full-rows": "the same plan with full rows, in the same run",
 }
 """The README's rows, in its order."""
+COLUMNS = (
+    *("case", "model", "layers", "tokens/step", "device GiB", "B/param host", "s/step", "predicted", "exposed", "TFLOP/s"),
+    *("commit", "plan"),
+)
 
 
 def latest(path: Path = ROWS) -> dict[str, dict[str, Any]]:
@@ -62,8 +66,8 @@ def everything(rows: dict[str, dict[str, Any]]) -> str:
         "Written by `tools/render_results.py`: the latest row of every case in step.jsonl. [benchmarks/README.md](../README.md)",
         "says what the fields mean. Exposed: seconds that compute stood still for an update, and for a copy.",
         "",
-        "| case | model | layers | tokens/step | device GiB | B/param host | s/step | predicted | exposed | TFLOP/s | commit | plan |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        f"| {' | '.join(COLUMNS)} |",
+        "|---" * len(COLUMNS) + "|",
     ]
     for case in sorted(rows):
         row = rows[case]
