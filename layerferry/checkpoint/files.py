@@ -1,13 +1,15 @@
-"""The only door between a checkpoint and the disk: a dozen primitives, each of which a test can make fail or be the last.
+"""The only door between a checkpoint and the disk: twelve primitives, each of which a test can make fail or be the last.
 
-Nothing here retries or repairs. Files are made with the user's umask (no ``mkstemp``, whose files are private). What is
-written leaves the page cache once it is on the disk: the host memory belongs to the planes. Checked by
+Nothing here retries or repairs. Files are made with the user's umask (no ``mkstemp``, whose files are private). Large files pass
+by the page cache (``O_DIRECT``): the host memory belongs to the planes, and the kernel copies nothing. Where a file system
+cannot do that, every write is flushed and dropped from the cache at once, so unwritten pages never pile up. Checked by
 ``tests/checkpoint/test_files.py``; broken on purpose by ``tests/checkpoint/faults.py``.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -15,7 +17,13 @@ from pathlib import Path
 PIECE_BYTES = 1 << 30
 """Linux transfers at most 2 GiB - 4 KiB in one call."""
 
-PRIMITIVES = ("make_folder", "create", "write", "sync", "close", "rename", "sync_folder", "remove", "free_bytes")
+ALIGN_BYTES = 4096
+"""Address, position and length of a write past the page cache are multiples of the disk's block; no disk's is larger."""
+
+PRIMITIVES = (
+    *("make_folder", "create", "create_large", "write", "write_at", "truncate", "sync", "close"),
+    *("rename", "sync_folder", "remove", "free_bytes"),
+)
 """Names of the operations that change or ask the disk: where faults are injected."""
 
 
@@ -29,9 +37,38 @@ class Files:
         """A descriptor of a new, empty file."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
+    def create_large(self, path: Path) -> int:
+        """As ``create``, for ``write_at``."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o666)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        path.unlink(missing_ok=True)  # some systems have made it before they refuse
+        return os.open(path, flags, 0o666)
+
     def write(self, descriptor: int, piece: memoryview) -> int:
         """Bytes that were taken, at least one."""
         return os.write(descriptor, piece[:PIECE_BYTES])
+
+    def write_at(self, descriptor: int, piece: memoryview, position: int) -> int:
+        """Bytes that were taken, at least one; past the page cache where all three are multiples of ``ALIGN_BYTES``."""
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            try:
+                return os.pwrite(descriptor, piece, position)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
+        taken = os.pwrite(descriptor, piece, position)
+        os.fdatasync(descriptor)
+        os.posix_fadvise(descriptor, position, taken, os.POSIX_FADV_DONTNEED)
+        return taken
+
+    def truncate(self, descriptor: int, num_bytes: int) -> None:
+        """The file ends here: what filled up the last block goes."""
+        os.ftruncate(descriptor, num_bytes)
 
     def sync(self, descriptor: int) -> None:
         """Everything written is on the disk, and no longer in memory."""

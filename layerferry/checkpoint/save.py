@@ -1,9 +1,10 @@
-"""Saving in the background: the run goes on, and a unit's next update waits only while that unit is being written.
+"""Saving in the background: the run goes on, and a unit's next update waits only until that unit is copied or written.
 
-``start`` takes a hold on every unit between two steps and returns. A thread then writes piece by piece, in the order in which
-the next updates will come: it waits for the piece's own updates, writes straight from the planes (units that live
-@device pass through one buffer @host), and lets go. So a checkpoint is the state after exactly one step, costs no copy of
-the model, and training waits for it only where the disk needs longer than a step.
+``start`` takes a hold on every unit between two steps and returns. A thread then goes through the pieces in the order in which
+the next updates will come: it waits for the piece's own updates, and gives its files to the writer (``writer``). Where host
+memory can be spared it copies the piece first and lets it go at once (``copies``); else the planes themselves are written,
+and let go when the disk has them. Units that live @device are always copied, if need be one at a time. So a
+checkpoint is the state after exactly one step, and training waits only for what neither a step's time nor spare memory hides.
 
 Everything goes into a hidden folder; small files and the manifest come last; then the folder gets its name, ``latest``
 moves, and only then do old checkpoints go. A failure at any point leaves earlier checkpoints whole and the run alive:
@@ -13,10 +14,11 @@ it is kept for ``take_outcome``. Checked by ``tests/checkpoint/test_save.py`` an
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,21 +26,23 @@ import torch
 from torch import Tensor
 
 from layerferry.backends.base import Fence, Lane
-from layerferry.checkpoint.checksum import SummedFile, sums_of
-from layerferry.checkpoint.contents import Contents, FileToWrite, Piece, element_names
+from layerferry.checkpoint.checksum import sums_of
+from layerferry.checkpoint.contents import Contents, Piece, element_names
+from layerferry.checkpoint.copies import Room
 from layerferry.checkpoint.files import Files, reason_of, write_file
 from layerferry.checkpoint.folders import PARTIAL, Latest, name_of, remove_old, write_latest
 from layerferry.checkpoint.manifest import MANIFEST, FileRecord, Manifest
+from layerferry.checkpoint.writer import Writing, disk_threads
 from layerferry.engine.deferred import Hold
 from layerferry.engine.engine import Engine
 from layerferry.errors import CheckpointError
 from layerferry.layout import GRAD, Plane
-from layerferry.store.safetensors_file import INDEX_FILE, bytes_of
+from layerferry.store.safetensors_file import INDEX_FILE
 from layerferry.units import Unit
 from layerferry.version import VERSION
 
 ALIGN_BYTES = 256
-"""Planes begin at multiples of this in the buffer that units @device land in."""
+"""Planes begin at multiples of this in the copy of a unit."""
 
 logger = logging.getLogger("layerferry.checkpoint")
 
@@ -52,6 +56,10 @@ class Saved:
     seconds: float
     fault: str | None
     """None: the checkpoint is whole and in its place."""
+    released_s: float = 0.0
+    """Seconds after which every unit could be updated again."""
+    held_s: float = 0.0
+    """Seconds that updates have waited for it: the most that it has cost."""
     note: str | None = None
     """What went wrong behind a checkpoint that is whole."""
 
@@ -68,14 +76,17 @@ class Saver:
         keep: int | None = None,
         model_only: bool = False,
         files: Files | None = None,
+        spare_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
+        """``spare_bytes``: host memory that copies may take, asked when a checkpoint begins."""
         self._engine, self._output_dir, self._run, self._keep = engine, output_dir, run, keep
         self._model_only = model_only
         self._files = files or Files()
         self._contents = Contents(engine, model_only=model_only)
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._adder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksum")
-        self._landing = torch.empty(0, dtype=torch.uint8)
+        self._spare_bytes = spare_bytes
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._disk_threads = disk_threads()
+        self._lock = threading.Lock()
         self._pending: Future[Saved] | None = None
         self.bytes_written = 0
         """Bytes of all checkpoints so far: whether the writer moves."""
@@ -124,7 +135,8 @@ class Saver:
             self._pending.set_result(_failed(folder, time.monotonic(), error))
             return
         holds = {unit.index: self._engine.deferred.hold(unit) for unit in self._engine.update_order}
-        self._pending = self._writer.submit(self._save, folder, step, dict(small_files), holds)
+        room = Room(self._engine.backend, self._spare_bytes(), travels=bool(self._engine.store.on_device))
+        self._pending = self._thread.submit(self._save, folder, step, dict(small_files), holds, room)
 
     def take_outcome(self, *, wait: bool) -> Saved | None:
         """How the checkpoint that was begun last has ended; None where there is none, or it has not ended and ``wait`` is off.
@@ -138,27 +150,38 @@ class Saver:
 
     def close(self) -> None:
         """Finish what is being written, and end the threads."""
-        self._writer.shutdown(wait=True)
-        self._adder.shutdown(wait=True)
+        self._thread.shutdown(wait=True)
+        self._disk_threads.shutdown(wait=True)
 
-    # ---------------------------------------------------------------- in the writing thread
+    # ---------------------------------------------------------------- in the thread of the checkpoint
 
-    def _save(self, folder: Path, step: int, small_files: dict[str, bytes], holds: dict[int, Hold]) -> Saved:
-        begin = time.monotonic()
+    def _save(self, folder: Path, step: int, small_files: dict[str, bytes], holds: dict[int, Hold], room: Room) -> Saved:
+        begin, held_before_s = time.monotonic(), self._engine.deferred.held_s
+        releases: list[float] = []
+        for hold in holds.values():
+            hold.released.add_done_callback(lambda _: releases.append(time.monotonic() - begin))
         partial = self._output_dir / f"{PARTIAL}{folder.name}"
         try:
             try:
-                num_bytes = self._fill(partial, step, small_files, holds)
+                num_bytes = self._fill(partial, step, small_files, holds, room)
                 self._put_in_place(partial, folder)
             finally:
-                self._let_go(holds)
-                self._landing = torch.empty(0, dtype=torch.uint8)
+                for hold in holds.values():  # of pieces that were never begun
+                    _let_go(hold, self._engine.backend.record(Lane.HOST))
         except (OSError, CheckpointError) as error:
             with suppress(OSError):
                 self._files.remove(partial)
             return _failed(folder, begin, error)
         note = self._tidy(folder)
-        return Saved(folder=folder, num_bytes=num_bytes, seconds=time.monotonic() - begin, fault=None, note=note)
+        return Saved(
+            folder=folder,
+            num_bytes=num_bytes,
+            seconds=time.monotonic() - begin,
+            fault=None,
+            released_s=max(releases),
+            held_s=self._engine.deferred.held_s - held_before_s,
+            note=note,
+        )
 
     def _tidy(self, folder: Path) -> str | None:
         """What follows a checkpoint that is whole: ``latest`` moves, old ones go. A fault here costs nothing but room."""
@@ -170,12 +193,13 @@ class Saver:
             return f"earlier checkpoints could not be removed: {reason_of(error)}"
         return None
 
-    def _fill(self, partial: Path, step: int, small_files: dict[str, bytes], holds: dict[int, Hold]) -> int:
+    def _fill(self, partial: Path, step: int, small_files: dict[str, bytes], holds: dict[int, Hold], room: Room) -> int:
         self._files.remove(partial)
         self._files.make_folder(partial)
-        records: dict[str, FileRecord] = {}
-        for piece in self._contents.pieces:
-            self._write_piece(partial, piece, holds, records)
+        with Writing(self._files, self._disk_threads, self._count) as writing:
+            for piece in self._contents.pieces:
+                self._begin_piece(partial, piece, {unit.index: holds.pop(unit.index) for unit in piece.units}, writing, room)
+            records = writing.records()
         for name, content in {**small_files, INDEX_FILE: self._contents.index}.items():
             write_file(self._files, partial / name, content)
             records[name] = FileRecord(num_bytes=len(content), sums=sums_of(content))
@@ -191,59 +215,62 @@ class Saver:
         self._files.sync_folder(partial)
         return sum(record.num_bytes for record in records.values())
 
-    def _write_piece(self, partial: Path, piece: Piece, holds: dict[int, Hold], records: dict[str, FileRecord]) -> None:
-        with ExitStack() as stack:
-            for unit in piece.units:
-                planes = stack.enter_context(self._settled(unit, holds.pop(unit.index)))
-                stack.enter_context(self._contents.seen(unit, planes))
-            for file in piece.files:
-                records[file.name] = self._write_tensors(partial / file.name, file)
-
-    @contextmanager
-    def _settled(self, unit: Unit, hold: Hold) -> Iterator[Mapping[str, Plane]]:
-        """The planes of ``unit`` @host as the step has left them; its next update waits until the context is left."""
-        backend, store = self._engine.backend, self._engine.store
+    def _begin_piece(self, partial: Path, piece: Piece, holds: dict[int, Hold], writing: Writing, room: Room) -> None:
+        """Begin to write one piece; when the disk has it, its units may be updated and its copy is given back."""
+        backend, taken = self._engine.backend, ExitStack()
         try:
-            fence = hold.settled.result()
-            planes = {kind: plane for kind, plane in store.planes(unit).items() if kind != GRAD}
-            if unit.index in store.on_device:
-                planes = self._downloaded(planes, fence)
-                hold.released.set_result(backend.record(Lane.HOST))
-            else:
-                backend.wait(Lane.HOST, fence)
-                backend.touch(Lane.HOST, reads=[plane.buffer for plane in planes.values()])
-            yield planes
-        finally:
-            if not hold.released.done():
-                hold.released.set_result(backend.record(Lane.HOST))
+            for hold in holds.values():
+                taken.callback(_let_go, hold, backend.record(Lane.HOST))
+            buffer = self._buffer_for(piece, room)
+            if buffer is not None:
+                taken.callback(room.give, buffer)
+            for unit in piece.units:
+                hold = holds[unit.index]
+                fence, planes = hold.settled.result(), _saved_planes(self._engine.store.planes(unit))
+                if buffer is not None:
+                    planes, buffer = self._copied(unit, planes, fence, buffer)
+                    _let_go(hold, backend.record(Lane.HOST))
+                else:
+                    backend.wait(Lane.HOST, fence)
+                    backend.touch(Lane.HOST, reads=[plane.buffer for plane in planes.values()])
+                    taken.callback(_let_go, hold, backend.record(Lane.HOST))  # runs before the one above
+                taken.enter_context(self._contents.seen(unit, planes))
+            writing.put(partial, piece.files, taken.close)
+        except BaseException:
+            taken.close()
+            raise
 
-    def _downloaded(self, planes: Mapping[str, Plane], fence: Fence) -> dict[str, Plane]:
-        """Copies @host, in one buffer that the units of a checkpoint use one after the other."""
+    def _buffer_for(self, piece: Piece, room: Room) -> Tensor | None:
+        """Memory for a copy of the piece; None: it is written from where it lies."""
+        store = self._engine.store
+        planes = [plane for unit in piece.units for plane in _saved_planes(store.planes(unit)).values()]
+        needed = sum(_aligned(plane.buffer.numel()) for plane in planes)
+        must = any(unit.index in store.on_device for unit in piece.units)
+        return room.take(needed) if must or room.has(needed) else None
+
+    def _copied(self, unit: Unit, planes: Mapping[str, Plane], fence: Fence, buffer: Tensor) -> tuple[dict[str, Plane], Tensor]:
+        """Copies of ``planes`` at the front of ``buffer``, and what is left of it."""
         backend = self._engine.backend
-        needed = sum(-(-plane.buffer.numel() // ALIGN_BYTES) * ALIGN_BYTES for plane in planes.values())
-        if self._landing.numel() < needed:
-            self._landing = torch.empty(needed, dtype=torch.uint8)
-        backend.wait(Lane.DOWNLOAD, fence)
-        found, cursor = {}, 0
+        on_device = unit.index in self._engine.store.on_device
+        backend.wait(Lane.DOWNLOAD if on_device else Lane.HOST, fence)
+        found = {}
         for kind, plane in planes.items():
             num_bytes = plane.buffer.numel()
-            landed = self._landing[cursor : cursor + num_bytes]
-            backend.copy(Lane.DOWNLOAD, landed, plane.buffer)
+            landed = buffer[:num_bytes]
+            if on_device:
+                backend.copy(Lane.DOWNLOAD, landed, plane.buffer)
+            else:
+                backend.touch(Lane.HOST, reads=[plane.buffer])
+                landed.copy_(plane.buffer)
             found[kind] = Plane(plane.layout, plane.spec, landed)
-            cursor += -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
-        backend.record(Lane.DOWNLOAD).synchronize()
-        return found
+            buffer = buffer[_aligned(num_bytes) :]
+        if on_device:
+            backend.record(Lane.DOWNLOAD).synchronize()
+        return found, buffer
 
-    def _write_tensors(self, path: Path, file: FileToWrite) -> FileRecord:
-        with SummedFile(self._files, path, self._adder) as out:
-            out.write(memoryview(file.header))
-            for tensor in file.tensors:
-                made = tensor.make()
-                assert tuple(made.shape) == tuple(tensor.shape) and made.dtype == tensor.dtype, f"{tensor.name} has changed"
-                out.write(_bytes(made))
-                self.bytes_written += tensor.num_bytes
-            out.sync()
-            return FileRecord(num_bytes=out.num_bytes, sums=out.sums)
+    def _count(self, num_bytes: int) -> None:
+        with self._lock:
+            self.bytes_written += num_bytes
 
     def _put_in_place(self, partial: Path, folder: Path) -> None:
         if folder.exists():  # of an earlier run, or of the run before it was taken up at an older checkpoint
@@ -259,17 +286,21 @@ class Saver:
             self._files.rename(partial, folder)
         self._files.sync_folder(self._output_dir)
 
-    def _let_go(self, holds: dict[int, Hold]) -> None:
-        for hold in holds.values():
-            hold.released.set_result(self._engine.backend.record(Lane.HOST))
-        holds.clear()
+
+def _let_go(hold: Hold, fence: Fence) -> None:
+    """The unit's next update may come, behind ``fence``; nothing where it may already."""
+    if not hold.released.done():
+        hold.released.set_result(fence)
+
+
+def _saved_planes(planes: Mapping[str, Plane]) -> dict[str, Plane]:
+    return {kind: plane for kind, plane in planes.items() if kind != GRAD}
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def _failed(folder: Path, begin: float, error: Exception) -> Saved:
     reason = reason_of(error) if isinstance(error, OSError) else str(error)
     return Saved(folder=folder, num_bytes=0, seconds=time.monotonic() - begin, fault=reason)
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return bytes_of(flat.view(torch.uint8)) if flat.numel() else memoryview(b"")

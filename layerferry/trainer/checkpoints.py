@@ -65,7 +65,10 @@ class Checkpoints:
             assert self._last is not None
             self._last = (self._last[0], True)
             rate = outcome.num_bytes / max(outcome.seconds, 1e-9)
-            logger.info("saved %s (%.2f GB at %.2f GB/s)", outcome.folder, outcome.num_bytes / 1e9, rate / 1e9)
+            logger.info(
+                "saved %s (%s in %.1f s, %.2f GB/s; updates waited %.1f s)",
+                *(outcome.folder, shown_bytes(outcome.num_bytes), outcome.seconds, rate / 1e9, outcome.held_s),
+            )
             if outcome.note is not None:
                 logger.warning("%s: %s", outcome.folder, outcome.note)
         else:

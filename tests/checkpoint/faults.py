@@ -8,6 +8,7 @@ since the last ``sync_folder`` of their folder.
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,14 @@ from layerferry.checkpoint.files import PRIMITIVES, Files
 
 class QuickFiles(Files):
     """The real disk without the wait for it: thousands of saves a minute."""
+
+    def create_large(self, path: Path) -> int:
+        """Through the page cache."""
+        return super().create(path)
+
+    def write_at(self, descriptor: int, piece: memoryview, position: int) -> int:
+        """Not flushed."""
+        return os.pwrite(descriptor, piece, position)
 
     def sync(self, descriptor: int) -> None:
         """Nothing."""
@@ -36,6 +45,7 @@ class BreakingFiles(QuickFiles):
         self.count = 0
         self.dead = False
         self.names: list[str] = []
+        self._lock = threading.Lock()
         self._paths: dict[int, Path] = {}
         self._unsynced: dict[Path, int] = {}  # file -> bytes that are safe
         self._renames: list[tuple[Path, Path]] = []
@@ -43,9 +53,10 @@ class BreakingFiles(QuickFiles):
     def _hit(self, name: str, arguments: tuple[Any, ...]) -> None:
         if self.dead:
             raise Killed
-        number = self.count
-        self.count += 1
-        self.names.append(name)
+        with self._lock:
+            number = self.count
+            self.count += 1
+            self.names.append(name)
         if number < self.at or (number > self.at and not self.lasting):
             return
         if isinstance(self.fault, int):
@@ -56,6 +67,9 @@ class BreakingFiles(QuickFiles):
         if self.fault == "torn" and name == "write":
             descriptor, piece = arguments
             os.write(descriptor, piece[: len(piece) // 2])
+        if self.fault == "torn" and name == "write_at":
+            descriptor, piece, position = arguments
+            os.pwrite(descriptor, piece[: len(piece) // 2], position)
         if self.fault == "cut":
             self._lose()
         raise Killed
@@ -78,7 +92,7 @@ def _breaking(name: str) -> Any:
     def operation(self: BreakingFiles, *arguments: Any) -> Any:
         self._hit(name, arguments)
         result = real(self, *arguments)
-        if name == "create":
+        if name in ("create", "create_large"):
             self._paths[result] = arguments[0]
             self._unsynced[arguments[0]] = 0
         elif name == "sync":

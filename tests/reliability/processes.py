@@ -33,9 +33,9 @@ def train_in_process(base: Path, output: Path, log: Path, settings: dict[str, An
     logger.handlers[:] = [logging.StreamHandler(stream)]
     logger.setLevel(logging.INFO)
     if disk == "stuck":
-        from layerferry.checkpoint.checksum import SummedFile
+        from layerferry.checkpoint.files import Files
 
-        SummedFile.sync = lambda self: time.sleep(3600)  # type: ignore[method-assign]
+        Files.sync = lambda self, descriptor: time.sleep(3600)  # type: ignore[method-assign]
     try:
         train(make_config(base, output, **settings))
     except LayerFerryError as error:
