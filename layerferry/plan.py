@@ -11,6 +11,17 @@ from typing import Any
 GIB = float(2**30)
 
 
+def size_text(num_bytes: float) -> str:
+    """Bytes as a message shows them: ``41.2 GiB``, ``3.15 GiB``, ``21.4 MiB``, ``7.5 KiB``, ``12 bytes``."""
+    if num_bytes < 1024:
+        return f"{num_bytes:.0f} bytes"
+    if num_bytes < 1000 * 2**10:
+        return f"{num_bytes / 2**10:.1f} KiB"
+    if num_bytes < 100 * 2**20:
+        return f"{num_bytes / 2**20:.1f} MiB"
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes < 10 * GIB else f"{num_bytes / GIB:.1f} GiB"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
     """One line of the byte table: what, where (``@host`` or ``@device``), bytes, and whether they are exact or an estimate."""

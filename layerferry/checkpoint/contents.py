@@ -11,9 +11,11 @@ Checked by ``tests/checkpoint/test_exact.py`` and ``tests/checkpoint/test_save.p
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -46,6 +48,32 @@ class Piece:
 
     units: tuple[Unit, ...]
     files: tuple[FileToWrite, ...]
+    conversions: tuple[Conversion, ...]
+
+    def forget(self) -> None:
+        """Let go of what was made for this checkpoint. TRAP: what stays would be written into the next one
+        (tests/checkpoint/test_exact.py)."""
+        for conversion in self.conversions:
+            conversion.forget()
+
+
+class Conversion:
+    """Tensors that are made together from a unit's parameters: by the thread that asks first, and kept until the piece is
+    written, for a tensor may be written by several threads."""
+
+    def __init__(self, make: Callable[[], dict[str, Tensor]]) -> None:
+        self._make, self._lock = make, threading.Lock()
+        self._made: dict[str, Tensor] | None = None
+
+    def tensor(self, name: str) -> Tensor:
+        with self._lock:
+            if self._made is None:
+                self._made = self._make()
+            return self._made[name]
+
+    def forget(self) -> None:
+        with self._lock:
+            self._made = None
 
 
 class Contents:
@@ -58,14 +86,14 @@ class Contents:
         weights = self._weights()
         names = [f"{number:05d}-of-{len(weights):05d}.safetensors" for number in range(1, len(weights) + 1)]
         pieces, weight_map = [], {}
-        for name, (units, tensors) in zip(names, weights, strict=True):
+        for name, (units, tensors, conversions) in zip(names, weights, strict=True):
             weight_map.update({tensor.name: f"model-{name}" for tensor in tensors})
             files = [_file(f"model-{name}", tensors)]
             if not model_only:
                 files.append(_file(f"state-{name}", [tensor for unit in units for tensor in self._state(unit)]))
-            pieces.append(Piece(units=units, files=tuple(files)))
+            pieces.append(Piece(units=units, files=tuple(files), conversions=tuple(conversions)))
         self.pieces = tuple(pieces)
-        total_bytes = sum(tensor.num_bytes for _, tensors in weights for tensor in tensors)
+        total_bytes = sum(tensor.num_bytes for _, tensors, _ in weights for tensor in tensors)
         metadata = {"total_size": total_bytes, "total_parameters": engine.num_params}
         self.index = (json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n").encode()
         """``model.safetensors.index.json``: what transformers looks for."""
@@ -81,7 +109,7 @@ class Contents:
         finally:
             del self._seen[unit.index]
 
-    def _weights(self) -> list[tuple[tuple[Unit, ...], list[TensorToWrite]]]:
+    def _weights(self) -> list[tuple[tuple[Unit, ...], list[TensorToWrite], list[Conversion]]]:
         """What transformers loads, unit by unit in the order of updates; units that are converted together stay together."""
         order = self._engine.update_order
         owner = {unit.index: unit.index for unit in order}
@@ -92,18 +120,22 @@ class Contents:
             return index
 
         found = []
-        for names, tensors in self._engine.folder.pieces(self._outline):
+        for names, tensors, make in self._engine.folder.pieces(self._outline):
             units = [self._homes[name][0].index for name in names if name in self._homes] or [order[-1].index]
             for index in units[1:]:
                 owner[root(index)] = root(units[0])
-            found.append((units[0], tensors))
-        grouped: dict[int, tuple[list[Unit], list[TensorToWrite]]] = {}
+            made = Conversion(make)
+            found.append((units[0], [one._replace(make=partial(made.tensor, one.name)) for one in tensors], made))
+        grouped: dict[int, tuple[list[Unit], list[TensorToWrite], list[Conversion]]] = {}
         for unit in order:
-            grouped.setdefault(root(unit.index), ([], []))[0].append(unit)
-        for index, tensors in found:
+            grouped.setdefault(root(unit.index), ([], [], []))[0].append(unit)
+        for index, tensors, made in found:
             grouped[root(index)][1].extend(tensors)
-        wide_first = [(units, sorted(tensors, key=lambda t: -t.dtype.itemsize)) for units, tensors in grouped.values()]
-        return [(tuple(units), tensors) for units, tensors in wide_first]
+            grouped[root(index)][2].append(made)
+        return [
+            (tuple(units), sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize), made)  # wide elements first
+            for units, tensors, made in grouped.values()
+        ]
 
     def _outline(self, name: str) -> Tensor:
         """A parameter as it will be written: read from the planes of the unit that is seen, from the store for its shape."""

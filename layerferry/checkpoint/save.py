@@ -37,6 +37,7 @@ from layerferry.engine.deferred import Hold
 from layerferry.engine.engine import Engine
 from layerferry.errors import CheckpointError
 from layerferry.layout import GRAD, Plane
+from layerferry.plan import size_text
 from layerferry.store.safetensors_file import INDEX_FILE
 from layerferry.units import Unit
 from layerferry.version import VERSION
@@ -111,8 +112,8 @@ class Saver:
         free = self._files.free_bytes(self._output_dir)
         if free < needed:
             raise CheckpointError(
-                f"{self._output_dir}: a checkpoint needs {needed / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free: "
-                f"{(needed - free) / 2**30:.2f} GiB short. Free space, use another output_dir, or set save_only_model: true"
+                f"{self._output_dir}: a checkpoint needs {size_text(needed)}, {size_text(free)} are free: "
+                f"{size_text(needed - free)} short. Free space, use another output_dir, or set save_only_model: true"
             )
 
     def check_model_space(self) -> None:
@@ -120,8 +121,8 @@ class Saver:
         free = self._files.free_bytes(self._output_dir)
         if free < self.model_bytes:
             raise CheckpointError(
-                f"{self._output_dir}: the trained model needs {self.model_bytes / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are "
-                f"free: {(self.model_bytes - free) / 2**30:.2f} GiB short. Free space, or use another output_dir"
+                f"{self._output_dir}: the trained model needs {size_text(self.model_bytes)}, {size_text(free)} are "
+                f"free: {size_text(self.model_bytes - free)} short. Free space, or use another output_dir"
             )
 
     def start(self, step: int, small_files: Mapping[str, bytes]) -> None:
@@ -221,6 +222,7 @@ class Saver:
         try:
             for hold in holds.values():
                 taken.callback(_let_go, hold, backend.record(Lane.HOST))
+            taken.callback(piece.forget)
             buffer = self._buffer_for(piece, room)
             if buffer is not None:
                 taken.callback(room.give, buffer)

@@ -3,8 +3,8 @@
 A thread gathers 4 MiB of its chunk in a buffer of its own, sums them while they are in its cache, and writes them past the page
 cache; meanwhile other threads do the same, so the disk always has work and neither the copy nor the checksum is waited for.
 Chunks are begun in the order in which files were given. Tensors are made by the thread that writes them (nearly always
-views of planes; a converted one that lies across two chunks is made twice), so nothing piles up in memory. The last thread
-of a file cuts it to its length and flushes it. Measured: ``benchmarks/save.py``. Checked by ``tests/checkpoint/test_writer.py``.
+views of planes), so nothing piles up in memory. The last thread of a file cuts it to its length and flushes it.
+Measured: ``benchmarks/save.py``. Checked by ``tests/checkpoint/test_writer.py``.
 """
 
 from __future__ import annotations

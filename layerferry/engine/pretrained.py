@@ -40,9 +40,11 @@ class ModelFolder:
         write_pretrained(folder, entries, max_shard_bytes=max_shard_bytes, total_parameters=store.num_params)
         self.write_config(folder, store)
 
-    def pieces(self, read: Callable[[str], Tensor]) -> Iterator[tuple[tuple[str, ...], list[TensorToWrite]]]:
-        """The weights in parts that can be written one by one: model names that ``read`` will be asked for, and what they
-        become. ``read`` must know every name's dtype and shape now, its values only when a tensor is made."""
+    def pieces(
+        self, read: Callable[[str], Tensor]
+    ) -> Iterator[tuple[tuple[str, ...], list[TensorToWrite], Callable[[], dict[str, Tensor]]]]:
+        """The weights in parts that can be written one by one: model names that ``read`` will be asked for, what they become, and
+        how all of it is made at once. ``read`` must know every name's dtype and shape now, its values only when it is made."""
         return self._saved.pieces(read, lambda name: read(name).dtype)
 
     def write_config(self, folder: Path, store: Store) -> None:

@@ -12,6 +12,7 @@ disk (``store/safetensors_writer.py``). Checked by ``tests/models/test_conversio
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,34 +54,37 @@ class SavedCheckpoint:
         self, read: Callable[[str], Tensor], dtype: Callable[[str], torch.dtype] | None = None
     ) -> Iterator[TensorToWrite]:
         """What ``write_pretrained`` takes. ``read(name)`` gives a parameter in ``dtype(name)`` (None: the model's own dtype)."""
-        for _, tensors in self.pieces(read, dtype):
-            yield from tensors
+        for _, tensors, make in self.pieces(read, dtype):
+            made = _Made(make)
+            yield from (tensor._replace(make=made.maker(tensor.name)) for tensor in tensors)
 
     def pieces(
         self, read: Callable[[str], Tensor], dtype: Callable[[str], torch.dtype] | None = None
-    ) -> Iterator[tuple[tuple[str, ...], list[TensorToWrite]]]:
-        """``entries`` in groups that depend on nothing else: the model's names that are read, and what is written of them."""
+    ) -> Iterator[tuple[tuple[str, ...], list[TensorToWrite], Callable[[], dict[str, Tensor]]]]:
+        """``entries`` in groups that depend on nothing else: the model's names that are read, what is written of them, and
+        how all of it is made at once."""
         for group in self._groups:
             names = tuple(part.name for part in group.parts)
-            yield names, list(self._entries_of(group, read, dtype or self._own_dtype))
+            make = partial(self._convert, group, read)
+            yield names, list(self._entries_of(group, make, dtype or self._own_dtype)), make
 
     def saved(self, name: str) -> tuple[str, ...]:
         """The checkpoint names that ``name`` (one of ``names``) is part of."""
         group = next(group for group in self._groups if any(part.name == name for part in group.parts))
-        return tuple(entry.name for entry in self._entries_of(group, self._on_meta, self._own_dtype))
+        make = partial(self._convert, group, self._on_meta)
+        return tuple(entry.name for entry in self._entries_of(group, make, self._own_dtype))
 
     def _entries_of(
-        self, group: Group, read: Callable[[str], Tensor], dtype: Callable[[str], torch.dtype]
+        self, group: Group, make: Callable[[], dict[str, Tensor]], dtype: Callable[[str], torch.dtype]
     ) -> Iterator[TensorToWrite]:
         def on_meta(name: str) -> Tensor:
             return torch.empty(self.facts.shape(name), dtype=dtype(name), device="meta")
 
         outlines = self._convert(group, on_meta)
-        made = _Made(lambda: self._convert(group, read), tuple(outlines))
         for name, outline in outlines.items():
             # Views of one storage count as one piece when transformers cuts shards.
             block = f"{group.first_target} {outline.untyped_storage()._cdata}"
-            yield TensorToWrite(name, tuple(outline.shape), outline.dtype, made.maker(name), block)
+            yield TensorToWrite(name, tuple(outline.shape), outline.dtype, lambda name=name: make()[name], block)  # type: ignore[misc]
 
     def _convert(self, group: Group, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
         tensors = convert(group, read, self.facts)
@@ -127,9 +131,8 @@ class _Made:
     Only the writer's thread touches it. Asked for again, a tensor is made again.
     """
 
-    def __init__(self, make: Callable[[], dict[str, Tensor]], names: tuple[str, ...]) -> None:
+    def __init__(self, make: Callable[[], dict[str, Tensor]]) -> None:
         self._make = make
-        self._names = names
         self._tensors: dict[str, Tensor] = {}
 
     def maker(self, name: str) -> Callable[[], Tensor]:

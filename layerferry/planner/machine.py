@@ -19,7 +19,7 @@ import torch
 from layerferry.backends.base import Backend
 from layerferry.backends.cuda import CudaBackend
 from layerferry.config import EngineConfig, cache_folder
-from layerferry.plan import GIB
+from layerferry.plan import GIB, size_text
 from layerferry.planner.host import cores, host_limits, host_total, locked_limit
 from layerferry.planner.stopwatch import copied_bytes_per_s, matmul_flops_per_s, triad_bytes_per_s
 
@@ -126,7 +126,7 @@ class Machine:
 
     def render(self) -> str:
         """For a terminal of 100 columns."""
-        locked = "no limit" if self.locked_limit is None else f"{self.locked_limit / GIB:.2f} GiB"
+        locked = "no limit" if self.locked_limit is None else size_text(self.locked_limit)
         device = "the same memory" if self.is_cpu else f"{_gib(self.device_available)} of {_gib(self.device_total)} free"
         rows = [
             ("device", self.device_name, "" if self.is_cpu else self.backend),

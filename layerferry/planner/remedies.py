@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from layerferry.engine.sizes import device_sizes
-from layerferry.plan import GIB, Plan
+from layerferry.plan import Plan, size_text
 from layerferry.planner.memory import DEVICE, HOST, plan_specs, unit_bytes
 from layerferry.planner.problem import Problem, needs
 from layerferry.planner.search import search
@@ -24,7 +24,7 @@ def shortfall(question: Problem, plan: Plan) -> str:
     for place, (needed, there) in needs(plan, question.machine).items():
         if needed > there:
             kind = "free" if _reported(question, place) else f"allowed by {_budget_key(place)}"
-            missing.append(f"needs {_gib(needed)} {place}, {_gib(there)} {kind}: {_gib(needed - there)} short")
+            missing.append(f"needs {size_text(needed)} {place}, {size_text(there)} {kind}: {size_text(needed - there)} short")
     remedies = "; ".join(_remedies(question, plan))
     return "; ".join(missing) + (f". {remedies}" if remedies else "")
 
@@ -54,9 +54,9 @@ def _too_small_for_buffers(question: Problem, plan: Plan) -> Iterator[str]:
     fixed, slot = sizes[True].total + sizes[False].total, sizes[True].slot_bytes
     there = needs(plan, question.machine)[DEVICE][1]
     if there < slot:
-        yield f"one layer's slot alone takes {_gib(slot)}"
+        yield f"one layer's slot alone takes {size_text(slot)}"
     elif there < fixed:
-        yield f"slots, slabs and accumulators ({plan.num_slots} layer slots, {plan.num_slabs} slabs) alone take {_gib(fixed)}"
+        yield f"slots, slabs and accumulators ({plan.num_slots} layer slots, {plan.num_slabs} slabs) take {size_text(fixed)}"
 
 
 def _unpinned(question: Problem) -> Iterator[str]:
@@ -87,8 +87,12 @@ def _smaller_model(question: Problem, plan: Plan) -> Iterator[str]:
     per_param = stored / question.model.num_params
     most = (there - (needed - planes)) / per_param
     if most > 0:
-        size = question.model.num_params / 1e9
-        yield f"at {per_param:.1f} B/param a model of {most / 1e9:.2f}B parameters fits, this one has {size:.2f}B"
+        size = question.model.num_params
+        yield f"at {per_param:.1f} B/param a model of {_count(most)} parameters fits, this one has {_count(size)}"
+
+
+def _count(params: float) -> str:
+    return f"{params / 1e9:.2f}B" if params >= 1e8 else f"{params / 1e6:.2f}M"
 
 
 def _reported(question: Problem, place: str) -> bool:
@@ -104,12 +108,8 @@ def _budget_key(place: str) -> str:
 
 
 def _totals(question: Problem, plan: Plan) -> str:
-    return ", ".join(f"{_gib(needed)} {place}" for place, (needed, _) in needs(plan, question.machine).items())
+    return ", ".join(f"{size_text(needed)} {place}" for place, (needed, _) in needs(plan, question.machine).items())
 
 
 def _value(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes < 10 * GIB else f"{num_bytes / GIB:.1f} GiB"

@@ -5,7 +5,8 @@ names, shapes and dtypes, so they are written first, and then each tensor is mad
 where ``save_pretrained`` cuts them, so file names and the index are the same.
 
 Everything is written under temporary names in the same folder and flushed to the disk; only when all of it is there are the
-files renamed, the index last, and shards of an earlier export removed. A failure before that leaves the folder as it was.
+files renamed, the index last, and shards of an earlier export removed. A failure before that leaves the folder as it was; one
+between two renames says so.
 Left out: config, tokenizer and the names (``models/saved_checkpoint.py``).
 Checked by ``tests/store/test_safetensors_writer.py`` against the safetensors library.
 """
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 
 from layerferry.errors import CheckpointError
+from layerferry.plan import size_text
 from layerferry.store.safetensors_file import DTYPES, INDEX_FILE, SINGLE_FILE, bytes_of
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -75,6 +77,7 @@ def write_pretrained(
     total_bytes = sum(tensor.num_bytes for tensor in given)
     index = (INDEX_FILE,) if len(shards) > 1 else ()
     temporary = {name: path / f".{name}.tmp-{os.getpid()}" for name in (*names, *index)}
+    num_renamed = 0
     try:
         path.mkdir(parents=True, exist_ok=True)
         _check_free_space(path, total_bytes + sum(map(len, headers)))
@@ -84,12 +87,13 @@ def write_pretrained(
             _write_index(temporary[INDEX_FILE], names, shards, total_bytes, total_parameters)
         for name, file in temporary.items():
             file.replace(path / name)
+            num_renamed += 1
         _remove_stale(path, frozenset(temporary))
         _flush_folder(path)
     except OSError as error:
         reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
-        text = f"{path}: {reason}; the weights need {_gib(total_bytes)}. Files of an earlier export are untouched."
-        raise CheckpointError(text) from error
+        earlier = _earlier(num_renamed, len(temporary))
+        raise CheckpointError(f"{path}: {reason}; the weights need {size_text(total_bytes)}. {earlier}.") from error
     finally:
         for file in temporary.values():
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -161,8 +165,8 @@ def _check_free_space(path: Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(path).free
     if free_bytes < needed_bytes:
         raise CheckpointError(
-            f"{path}: needs {_gib(needed_bytes)} on the disk, {_gib(free_bytes)} free: {_gib(needed_bytes - free_bytes)} short. "
-            "Free space, or write to another disk."
+            f"{path}: needs {size_text(needed_bytes)} on the disk, {size_text(free_bytes)} free: "
+            f"{size_text(needed_bytes - free_bytes)} short. Free space, or write to another disk."
         )
 
 
@@ -206,13 +210,18 @@ def _remove_stale(path: Path, names: frozenset[str]) -> None:
             file.unlink()
 
 
+def _earlier(num_renamed: int, num_files: int) -> str:
+    """What a failure has left of an earlier export."""
+    if not num_renamed:
+        return "Files of an earlier export are untouched"
+    if num_renamed < num_files:
+        return f"{num_renamed} of {num_files} files are new, the others of an earlier export, if there was one: write again"
+    return "Every new file is there, but files of an earlier export may be too, or the disk may not have them yet: write again"
+
+
 def _flush_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"

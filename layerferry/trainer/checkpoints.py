@@ -15,6 +15,7 @@ from layerferry.checkpoint.folders import name_of
 from layerferry.checkpoint.save import Saved, Saver
 from layerferry.engine.engine import Engine
 from layerferry.errors import LayerFerryError
+from layerferry.plan import size_text
 from layerferry.trainer.folder import whole_files
 from layerferry.trainer.history import STATE_NAME, History
 from layerferry.trainer.state import RunState
@@ -67,7 +68,7 @@ class Checkpoints:
             rate = outcome.num_bytes / max(outcome.seconds, 1e-9)
             logger.info(
                 "saved %s (%s in %.1f s, %.2f GB/s; updates waited %.1f s)",
-                *(outcome.folder, shown_bytes(outcome.num_bytes), outcome.seconds, rate / 1e9, outcome.held_s),
+                *(outcome.folder, size_text(outcome.num_bytes), outcome.seconds, rate / 1e9, outcome.held_s),
             )
             if outcome.note is not None:
                 logger.warning("%s: %s", outcome.folder, outcome.note)

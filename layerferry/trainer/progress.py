@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TextIO
 
+from layerferry.plan import size_text
 from layerferry.trainer.history import clock_time
 
 logger = logging.getLogger("layerferry.trainer")
@@ -61,8 +62,8 @@ class View:
         if self.mfu is not None:
             parts.append(f"MFU {self.mfu:.1%}")
         if self.device_bytes:
-            parts.append(f"device {gib(self.device_bytes)}")
-        parts.append(f"host {gib(self.host_bytes)}")
+            parts.append(f"device {size_text(self.device_bytes)}")
+        parts.append(f"host {size_text(self.host_bytes)}")
         return parts
 
     def log_line(self) -> str:
@@ -174,11 +175,6 @@ def bar(share: float) -> str:
     """A bar of fixed width, filled to ``share``."""
     filled = round(min(max(share, 0.0), 1.0) * BAR_COLUMNS)
     return "━" * filled + "─" * (BAR_COLUMNS - filled)
-
-
-def gib(num_bytes: int) -> str:
-    """Bytes in GiB, as they are shown."""
-    return f"{num_bytes / 2**30:.1f} GiB"
 
 
 def host_resident_bytes() -> int:

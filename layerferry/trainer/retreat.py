@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from layerferry.engine.engine import Engine
 from layerferry.errors import PlanError
-from layerferry.plan import GIB, Plan
+from layerferry.plan import Plan, size_text
 from layerferry.planner.problem import Problem
 
 logger = logging.getLogger("layerferry.trainer")
@@ -58,12 +58,12 @@ def retreat(engine: Engine, question: Problem, *, steps_done: int) -> None:
     plan = smaller(question, before) if steps_done < MOST_STEPS else None
     if plan is None:
         raise PlanError(
-            f"out of device memory after {steps_done} steps with {before.total('@device') / GIB:.1f} GiB planned: another "
+            f"out of device memory after {steps_done} steps with {size_text(before.total('@device'))} planned: another "
             "process may have taken some of it; set device_memory, micro_batch_rows or activation_budget lower, and resume"
         )
     changes = [f"{name} {old} -> {new}" for name in CHANGING if (old := getattr(before, name)) != (new := getattr(plan, name))]
     logger.warning(
-        "out of device memory: the step is taken again under a smaller plan (%s: %.2f GiB @device, not %.2f); nothing is lost",
-        *(", ".join(changes), plan.total("@device") / GIB, before.total("@device") / GIB),
+        "out of device memory: the step is taken again under a smaller plan (%s: %s @device, not %s); nothing is lost",
+        *(", ".join(changes), size_text(plan.total("@device")), size_text(before.total("@device"))),
     )
     engine.replan(plan)

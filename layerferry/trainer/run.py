@@ -33,7 +33,9 @@ from layerferry.optim.adamw import AdamW
 from layerferry.optim.base import Optimizer
 from layerferry.optim.schedule import schedule_of
 from layerferry.optim.verified import VerifiedOptimizer
+from layerferry.plan import Plan
 from layerferry.planner.facts import Model
+from layerferry.planner.host import host_limits
 from layerferry.planner.machine import machine_for
 from layerferry.planner.problem import problem
 from layerferry.planner.report import render
@@ -154,7 +156,14 @@ def saver_of(config: Config, engine: Engine, folder: Path, start: Start | None) 
     """The writer of this run's checkpoints; refuses a disk without room for one of them and the model."""
     train = config.train
     run = secrets.token_hex(8) if start is None else start.manifest.run
-    saver = Saver(engine, folder, run=run, keep=train.save_total_limit, model_only=train.save_only_model)
+    saver = Saver(
+        engine,
+        folder,
+        run=run,
+        keep=train.save_total_limit,
+        model_only=train.save_only_model,
+        spare_bytes=lambda: spare_bytes(config, engine.plan),
+    )
     if train.do_train:
         if train.save_strategy == "no":
             saver.check_model_space()
@@ -163,6 +172,14 @@ def saver_of(config: Config, engine: Engine, folder: Path, start: Start | None) 
         if start is None:
             write_latest(Files(), folder, Latest(run=run, checkpoint=None))
     return saver
+
+
+def spare_bytes(config: Config, plan: Plan) -> int:
+    """Host memory that the copies of a checkpoint may take: half of what is free now, and no more than ``host_memory`` leaves."""
+    spare = host_limits()[0].num_bytes // 2
+    if config.engine.host_memory is not None:
+        spare = min(spare, config.engine.host_memory - plan.total("@host"))
+    return max(spare, 0)
 
 
 def steps_of(config: Config, sampler: Sampler) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from functools import partial
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 
 from layerferry.backends.chaos import ChaosBackend
+from layerferry.checkpoint import checksum, manifest
 from layerferry.checkpoint.save import Saver
 from layerferry.errors import CheckpointError
 from layerferry.plan import Plan
+from tests.checkpoint.faults import BreakingFiles
 from tests.checkpoint.tiny import PLANS, RUN, assert_same, engine_of, load, model_of, save, state_of, train
 
 STEPS = 3
@@ -60,6 +63,24 @@ def test_families(tmp_path: Path, family: str, changes: dict[str, bool]) -> None
     assert_same(state_of(second), state_of(first))
     assert train(second, range(2, 4)) == train(first, range(2, 4))
     assert_same(state_of(second), state_of(first))
+
+
+@pytest.mark.parametrize(
+    ("family", "at"), [("qwen3_moe", 12), ("qwen3_moe", 20), ("gpt2", 12), ("gpt_oss", 14), ("deepseek_v3", 20)]
+)
+def test_nothing_of_a_checkpoint_that_failed_is_in_the_next(
+    tmp_path: Path, family: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Converted tensors are copies: those that a failed save has made must not be written later. Small chunks, so that several
+    threads write one tensor."""
+    monkeypatch.setattr(checksum, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(manifest, "CHUNK_BYTES", 4096)
+    engine = engine_of(model_of(family))
+    train(engine, range(1))
+    assert save(engine, tmp_path, 1, files=BreakingFiles(at, errno.ENOSPC, lasting=True)).fault is not None
+    train(engine, range(1, 2))
+    saved = save(engine, tmp_path, 2)
+    assert_same(state_of(load(model_of(family), saved.folder)), state_of(engine))
 
 
 def test_gradient_planes_of_four_bytes(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_no_room(engine: Engine, tmp_path: Path) -> None:
             return 1000
 
     fault = attempt(engine, tmp_path, Small())
-    assert fault is not None and "a checkpoint needs 0.00 GiB" in fault and "Free space" in fault
+    assert fault is not None and "KiB, 1000 bytes are free" in fault and "Free space" in fault
     assert list(tmp_path.iterdir()) == []
 
 

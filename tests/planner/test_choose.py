@@ -173,7 +173,7 @@ def test_longer_rows_than_fit_name_the_length_that_does() -> None:
 
 def test_choose_raises_the_shortfall() -> None:
     tiny = skeleton("llama")
-    with pytest.raises(PlanError, match=r"needs .* GiB @host, .* short") as caught:
+    with pytest.raises(PlanError, match=r"needs .* KiB @host, .* short") as caught:
         choose(tiny, specs(), machine(host_gib=1e-4, device_gib=1e-4), config(), 64)
     assert caught.value.exit_code == 3
     assert choose(tiny, specs(), machine(), config(), 64).rows_per_step == 8

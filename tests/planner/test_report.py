@@ -46,7 +46,7 @@ def test_a_config_without_weights_is_enough(folder: Path) -> None:
 
 def test_what_does_not_fit_is_shown_and_said(folder: Path) -> None:
     report = plan_for(run(folder, host_memory=1000))
-    assert not report.fits and "GiB short" in report.shortfall()
+    assert not report.fits and "MiB short" in report.shortfall()
     assert report.render().endswith(f"does not fit: {report.shortfall()}")
     assert report.to_dict()["fits"] is False
 

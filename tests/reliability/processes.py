@@ -23,7 +23,7 @@ def context() -> Any:
 
 
 def train_in_process(base: Path, output: Path, log: Path, settings: dict[str, Any], disk: str | None = None) -> None:
-    """What the process does: the command line's ``train``, with its exit code. ``disk`` "stuck": it never flushes."""
+    """What the process does: the command line's ``train``, with its exit code. ``disk`` "stuck": it takes no byte of a shard."""
     from layerferry.errors import LayerFerryError
     from layerferry.trainer import train
 
@@ -35,7 +35,11 @@ def train_in_process(base: Path, output: Path, log: Path, settings: dict[str, An
     if disk == "stuck":
         from layerferry.checkpoint.files import Files
 
-        Files.sync = lambda self, descriptor: time.sleep(3600)  # type: ignore[method-assign]
+        def write_at(self: Files, descriptor: int, piece: memoryview, position: int) -> int:
+            time.sleep(3600)
+            return 0
+
+        Files.write_at = write_at  # type: ignore[method-assign]
     try:
         train(make_config(base, output, **settings))
     except LayerFerryError as error:
@@ -45,7 +49,7 @@ def train_in_process(base: Path, output: Path, log: Path, settings: dict[str, An
 
 def start(base: Path, output: Path, settings: dict[str, Any], disk: str | None = None) -> BaseProcess:
     log = output.parent / f"{output.name}.log"
-    process: BaseProcess = context().Process(target=train_in_process, args=(base, output, log, settings, disk))
+    process: BaseProcess = context().Process(target=train_in_process, args=(base, output, log, settings, disk), daemon=True)
     process.start()
     return process
 

@@ -166,9 +166,35 @@ def test_failed_write_leaves_the_folder_as_it_was(
 
     monkeypatch.setattr(safetensors_writer, "_write_all", failing)
     expected = "disk is full" if error == errno.ENOSPC else "Input/output error"
-    with pytest.raises(CheckpointError, match=expected):
+    with pytest.raises(CheckpointError, match=f"{expected}.*untouched"):
         write_pretrained(tmp_path, to_write({f"new.{i}": torch.ones(10) for i in range(4)}), max_shard_bytes=80)
     assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("fail_at", "words"), [(0, "are untouched"), (1, "1 of 3 files are new"), (3, "Every new file is there")]
+)
+def test_a_failure_among_the_renames_does_not_call_the_folder_untouched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail_at: int, words: str
+) -> None:
+    write_pretrained(tmp_path, to_write(numbered(5)), max_shard_bytes=80)
+    real, calls = Path.replace, 0
+
+    def failing(self: Path, target: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > fail_at:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(self, target)
+
+    def broken(folder: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "replace", failing)
+    monkeypatch.setattr(safetensors_writer, "_flush_folder", broken)
+    with pytest.raises(CheckpointError, match=words):
+        write_pretrained(tmp_path, to_write({f"new.{i}": torch.ones(10) for i in range(4)}), max_shard_bytes=80)
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_failure_of_the_maker_leaves_the_folder_as_it_was(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ class FakeSaver:
             target.mkdir()
             for name, content in small_files.items():
                 (target / name).write_bytes(content)
-        self.outcome = Saved(folder=target, num_bytes=10**9, seconds=1.0, fault=self.faults.get(step))
+        self.outcome = Saved(folder=target, num_bytes=10**9, seconds=1.0, held_s=0.2, fault=self.faults.get(step))
 
     def take_outcome(self, *, wait: bool) -> Saved | None:
         outcome, self.outcome = self.outcome, None

@@ -22,7 +22,10 @@ def test_small_files_of_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert not checkpoints.is_whole(3)
     with caplog.at_level(logging.INFO, "layerferry"):
         checkpoints.report(wait=True)
-    assert checkpoints.is_whole(3) and f"saved {tmp_path / 'checkpoint-3'} (1.00 GB at 1.00 GB/s)" in caplog.text
+    assert (
+        checkpoints.is_whole(3)
+        and f"saved {tmp_path / 'checkpoint-3'} (0.93 GiB in 1.0 s, 1.00 GB/s; updates waited 0.2 s)" in caplog.text
+    )
     names = sorted(path.name for path in (tmp_path / "checkpoint-3").iterdir())
     assert names == ["config.json", "run.json", "trainer_log.jsonl", "trainer_state.json"]
     assert json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())["global_step"] == 3

@@ -35,13 +35,13 @@ def test_every_number_is_shown() -> None:
     line = VIEW.log_line()
     assert line == (
         "step 12/48, epoch 0.85: loss 1.2346, lr 1.20e-04, grad norm 3.21, 12,346 tokens/s, ETA 0:01:23, MFU 47.8%, "
-        "device 3.0 GiB, host 2.0 GiB"
+        "device 3.00 GiB, host 2.00 GiB"
     )
 
 
 def test_on_the_cpu_neither_device_nor_mfu() -> None:
     line = replace(VIEW, mfu=None, device_bytes=0).log_line()
-    assert "MFU" not in line and "device" not in line and "host 2.0 GiB" in line
+    assert "MFU" not in line and "device" not in line and "host 2.00 GiB" in line
 
 
 def test_no_remaining_time_while_it_is_not_known() -> None:
@@ -54,7 +54,7 @@ def test_live_line_fits(columns: int) -> None:
     assert len(line) < columns
     assert line.startswith("12/48 ")
     assert ("loss 9.8765" in line) == (columns >= 40)
-    assert ("host 2.0 GiB" in line) == (columns >= 140)
+    assert ("host 2.00 GiB" in line) == (columns >= 140)
 
 
 def test_bar() -> None:
