@@ -30,8 +30,8 @@ from layerferry.models.initial import initial_parameters
 from layerferry.models.parameter_source import ParameterSource
 from layerferry.models.router_balance import ask_for_balance
 from layerferry.models.skeleton import Skeleton
-from layerferry.optim.adamw import AdamW
 from layerferry.optim.base import Optimizer
+from layerferry.optim.choose import optimizer_for
 from layerferry.optim.decay import decays
 from layerferry.plan import Plan
 from layerferry.store.dequantise import DequantisedFolder
@@ -73,7 +73,7 @@ def load(
         name = str(model) if live is None else type(live).__name__
         config = Config(model=ModelConfig(model_name_or_path=name), engine=EngineConfig(**engine_options))
     backend = backend or make(config.engine.device)
-    optimizer = optimizer or AdamW.of(config.optim)
+    optimizer = optimizer or optimizer_for(config.optim, seed=config.train.seed)
     built, source, folder = _build(config, live, num_tokens)
     if weights is not None:
         source = ParameterSource(built, CheckpointFolder(weights))

@@ -84,6 +84,12 @@ class OptimConfig:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
+    optim: str = "adamw_torch_fused"
+    """A name of the Hugging Face Trainer: the rule, and the bits of its moments (adamw_8bit, lion_32bit, sgd ...)."""
+    master_weights: str = "auto"
+    """fp32, 24bit, bf16 (stochastic rounding); auto: fp32 beside fp32 moments, 24bit beside 8-bit ones."""
+    momentum: float = 0.0
+    """Of sgd (LLaMA-Factory's ``optim_args: momentum=0.9``)."""
     max_grad_norm: float = 1.0
     """Exact global-norm clipping; 0 turns it off."""
 

@@ -31,6 +31,9 @@ WEIGHT = "weight"
 RESIDUE = "residue"
 GRAD = "grad"
 
+BLOCK_ELEMENTS = ALIGN_ELEMENTS
+"""Elements that share an exponent in a plane of 8-bit codes. No block reaches over a parameter, so no plan changes a code."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
@@ -124,20 +127,30 @@ class Layout:
 
     def bytes(self, plane: PlaneSpec) -> int:
         """Bytes of one plane of this unit."""
-        return sum(
-            numel * dtype.itemsize for numel, dtype in zip(self.section_numel, plane.dtypes, strict=True) if dtype is not None
-        )
+        return sum(plane.section_bytes(numel, dtype) for numel, dtype in zip(self.section_numel, plane.dtypes, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class PlaneSpec:
-    """Element types of a plane, one per section of ``SECTION_DTYPES``; None where the plane has no such section."""
+    """Element types of a plane, one per section of ``SECTION_DTYPES``; None where the plane has no such section.
+
+    ``coded``: elements are 8-bit codes, and behind each section lies one exponent byte per ``BLOCK_ELEMENTS``.
+    """
 
     dtypes: tuple[torch.dtype | None, torch.dtype | None]
+    coded: bool = False
+
+    def section_bytes(self, numel: int, dtype: torch.dtype | None) -> int:
+        """Of ``numel`` elements, whole blocks."""
+        return 0 if dtype is None else numel * dtype.itemsize + (numel // BLOCK_ELEMENTS if self.coded else 0)
 
 
 WEIGHT_PLANE = PlaneSpec((torch.bfloat16, torch.float32))
 RESIDUE_PLANE = PlaneSpec((torch.int16, None))
+RESIDUE8_PLANE = PlaneSpec((torch.int8, None))
+"""The next 8 bits below the bf16 weight: a master of 24 bits."""
+NO_PLANE = PlaneSpec((None, None))
+CODES_PLANE = PlaneSpec((torch.uint8, torch.uint8), coded=True)
 GRAD_PLANE = PlaneSpec((torch.bfloat16, torch.float32))
 FP32_PLANE = PlaneSpec((torch.float32, torch.float32))
 
@@ -149,7 +162,7 @@ class Plane:
     memory.
     """
 
-    __slots__ = ("buffer", "layout", "sections", "spec")
+    __slots__ = ("buffer", "exponents", "layout", "sections", "spec")
 
     def __init__(self, layout: Layout, spec: PlaneSpec, buffer: Tensor) -> None:
         needed = layout.bytes(spec)
@@ -158,17 +171,30 @@ class Plane:
         self.spec = spec
         self.buffer = buffer[:needed]
         self.sections: dict[torch.dtype, Tensor] = {}
+        self.exponents: dict[torch.dtype, Tensor] = {}
         cursor = 0
         for section, numel, dtype in zip(SECTION_DTYPES, layout.section_numel, spec.dtypes, strict=True):
             if dtype is not None and numel:
-                end = cursor + numel * dtype.itemsize
-                self.sections[section] = self.buffer[cursor:end].view(dtype)
+                elements, end = cursor + numel * dtype.itemsize, cursor + spec.section_bytes(numel, dtype)
+                self.sections[section] = self.buffer[cursor:elements].view(dtype)
+                if spec.coded:
+                    self.exponents[section] = self.buffer[elements:end]
                 cursor = end
 
     def span(self, span: Span) -> Tensor | None:
         """The elements of ``span``, or None where the plane has no such section."""
         section = self.sections.get(span.dtype)
         return None if section is None else section[span.start : span.stop]
+
+    def span_exponents(self, span: Span) -> Tensor | None:
+        """The exponents of the blocks of ``span``, or None where the plane has none."""
+        section = self.exponents.get(span.dtype)
+        return None if section is None else section[span.start // BLOCK_ELEMENTS : span.stop // BLOCK_ELEMENTS]
+
+    def exponents_of(self, entry: Entry) -> Tensor:
+        """The exponents of the blocks of the parameter ``entry``, [blocks] uint8."""
+        first = entry.offset // BLOCK_ELEMENTS
+        return self.exponents[entry.dtype][first : first + -(-entry.numel // BLOCK_ELEMENTS)]
 
     def view(self, entry: Entry) -> Tensor:
         """The parameter ``entry`` in its own shape."""

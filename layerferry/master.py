@@ -8,6 +8,9 @@ finite master from 3.3961e38 up has an infinite bf16 weight, as under any roundi
 becomes the one quiet NaN 0x7fc00000 (residue 0): an all-ones NaN, what CUDA produces, would else round up to a weight of -0.0.
 A bf16 value is its own weight, with residue 0.
 
+A leaner master keeps 24 bits (``residue`` int8: the next 8 bits below the weight) or the weight alone (no residue); it is rounded
+to nearest here, where masters are loaded, and stochastically where they are updated (``optim/reference.py``).
+
 This is the one definition; loaders and oracles use it, ``Kernels.split`` and ``Kernels.join`` are the same over whole
 planes without temporaries, and ``tests/test_master.py`` holds all of them to all 2**16 upper halves.
 """
@@ -22,13 +25,32 @@ QUIET_NAN_BITS = 0x7FC00000
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 of any shape → (weight bf16, residue int16) of that shape and place."""
-    assert master.dtype == torch.float32
-    bits = torch.where(master.isnan(), QUIET_NAN_BITS, master.contiguous().view(torch.int32))
+    bits = master_bits(master)
     high = (bits + 0x8000) >> 16
     return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
 
 
+def split_master24(master: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 of any shape → (weight bf16, residue int8), the 24 bits rounded half up."""
+    return split_kept((master_bits(master).to(torch.int64) & 0xFFFFFFFF) + 0x80 >> 8)
+
+
+def split_kept(kept: Tensor) -> tuple[Tensor, Tensor]:
+    """The upper 24 bits of a master, int64 → (weight bf16, residue int8)."""
+    high = (kept + 0x80) >> 8
+    return high.to(torch.int16).view(torch.bfloat16), (kept - (high << 8)).to(torch.int8)
+
+
+def master_bits(master: Tensor) -> Tensor:
+    """fp32 → its bits as int32, every NaN the one quiet NaN."""
+    assert master.dtype == torch.float32
+    return torch.where(master.isnan(), QUIET_NAN_BITS, master.contiguous().view(torch.int32))
+
+
 def join_master(weight: Tensor, residue: Tensor) -> Tensor:
-    """(weight bf16, residue int16) → fp32 of their shape and place."""
-    assert weight.dtype == torch.bfloat16 and residue.dtype == torch.int16
-    return ((weight.contiguous().view(torch.int16).to(torch.int32) << 16) + residue).view(torch.float32)
+    """(weight bf16, residue int16 or int8) → fp32 of their shape and place."""
+    assert weight.dtype == torch.bfloat16 and residue.dtype in (torch.int16, torch.int8)
+    low = residue.to(torch.int32)
+    if residue.dtype == torch.int8:
+        low = low << 8
+    return ((weight.contiguous().view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)

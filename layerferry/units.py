@@ -11,6 +11,7 @@ layout of its own. Rows of a table are contiguous in every plane, so a part is a
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd, lcm
@@ -41,6 +42,11 @@ class Unit:
     @property
     def numel(self) -> int:
         return self.layout.numel
+
+    @property
+    def stream(self) -> int:
+        """A number of its own, whatever the plan: the random numbers of its updates."""
+        return zlib.crc32(self.names[self.layout.entries[0].name].encode())
 
     @property
     def unit(self) -> Unit:

@@ -3,8 +3,9 @@
 A *piece* is what can be written while nothing but its own units stands still: nearly always one unit. It has two files: the
 unit's Hugging Face shard, whose bf16 weights are the high halves of the fp32 masters (and fp32 where the device computes
 in fp32), and the state that the shard cannot hold: ``residue.<parameter>`` and the optimizer's planes,
-``exp_avg.<parameter>``. So nothing is written twice: 12 of the 14 bytes a parameter that training holds, the gradient being
-no state between steps. Names are the model's, never offsets: the plan leaves no trace.
+``exp_avg.<parameter>`` (with ``exp_avg_exponents.<parameter>`` where they are 8-bit codes). So nothing is written twice: 12 of
+the 14 bytes a parameter that training holds, the gradient being no state between steps. Names are the model's, never offsets:
+the plan leaves no trace.
 Checked by ``tests/checkpoint/test_exact.py`` and ``tests/checkpoint/test_save.py``.
 """
 
@@ -17,16 +18,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from layerferry.engine.engine import Engine
-from layerferry.layout import RESIDUE, WEIGHT, Entry, Plane
+from layerferry.layout import BLOCK_ELEMENTS, RESIDUE, WEIGHT, Entry, Plane
 from layerferry.store.safetensors_file import DTYPES
 from layerferry.store.safetensors_writer import TensorToWrite, header_of
 from layerferry.units import Unit
 
 ELEMENT_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SEPARATOR = "."
+CODES = f"U8/{BLOCK_ELEMENTS}"
+"""Element type of a plane of codes (``optim/blocks.py``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,15 +150,19 @@ class Contents:
         return planes[WEIGHT].view(entry)
 
     def _state(self, unit: Unit) -> Iterator[TensorToWrite]:
-        """Residue and optimizer planes of one unit, in the planes' own order; 4-byte elements first."""
+        """Residue and optimizer planes of one unit, in the planes' own order; the widest elements first."""
         planes = self._engine.store.planes(unit)
-        kinds = [*self._engine.optimizer.state_planes, RESIDUE]
-        for kind in kinds:
+        kinds = dict.fromkeys((*self._engine.optimizer.state_planes, RESIDUE))
+        for kind in sorted(kinds, key=lambda kind: -max((plane.dtype.itemsize for plane in planes[kind].tensors()), default=0)):
             for entry in unit.layout.entries:
                 section = planes[kind].sections.get(entry.dtype)
                 if section is not None:
                     name = SEPARATOR.join((kind, unit.names[entry.name]))
                     yield TensorToWrite(name, entry.shape, section.dtype, Maker(self._seen, unit.index, kind, entry))
+                if entry.dtype in planes[kind].exponents:
+                    name = SEPARATOR.join((exponents_of(kind), unit.names[entry.name]))
+                    maker = ExponentMaker(self._seen, unit.index, kind, entry)
+                    yield TensorToWrite(name, (-(-entry.numel // BLOCK_ELEMENTS),), torch.uint8, maker)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +178,32 @@ class Maker:
         return self.seen[self.unit][self.kind].view(self.entry)
 
 
+@dataclass(frozen=True, slots=True)
+class ExponentMaker:
+    """Makes the exponents of one tensor of codes."""
+
+    seen: Mapping[int, Mapping[str, Plane]]
+    unit: int
+    kind: str
+    entry: Entry
+
+    def __call__(self) -> Tensor:
+        return self.seen[self.unit][self.kind].exponents_of(self.entry)
+
+
+def exponents_of(kind: str) -> str:
+    """What the exponents of a plane of codes are called in a file."""
+    return f"{kind}_exponents"
+
+
 def element_names(engine: Engine) -> dict[str, str]:
-    """Element types of the optimizer's planes, as safetensors calls them."""
+    """Element types of the optimizer's moments, as safetensors calls them; codes with the size of their blocks. The residue is
+    not among them: whatever bits of a master a file has can be taken."""
     found = {}
     for kind, spec in engine.optimizer.state_planes.items():
-        dtypes = {dtype for dtype in spec.dtypes if dtype is not None}
-        found[kind] = "+".join(sorted(ELEMENT_NAMES[dtype] for dtype in dtypes))
+        if kind != RESIDUE:
+            names = "+".join(sorted({ELEMENT_NAMES[dtype] for dtype in spec.dtypes if dtype is not None}))
+            found[kind] = CODES if spec.coded else names
     return found
 
 

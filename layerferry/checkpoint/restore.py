@@ -3,12 +3,14 @@
 The weights come first, through ``layerferry.load(..., weights=folder)``, from the Hugging Face shards; ``restore`` adds what
 those cannot hold. Parameters are found by name in whichever state file has them, so units may be cut otherwise, live
 elsewhere, or compute in another type: an fp32 master that was split is joined for an fp32 run, and one that was whole has been
-split by loading; both are exact. Every file is summed before it is used, one tensor is in memory at a time, and whatever does
-not fit raises ``CheckpointError`` before a step is taken. Checked by ``tests/checkpoint/test_exact.py``, ``test_damage.py``.
+split by loading; both are exact. Moments in another number of bits are encoded or decoded, a master is rounded where fewer bits
+are kept, and a line says so. Every file is summed before it is used, one tensor is in memory at a time, and whatever does not fit
+raises ``CheckpointError`` before a step is taken. Checked by ``tests/checkpoint/test_exact.py``, ``test_damage.py``.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,16 +18,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from layerferry.checkpoint.contents import SEPARATOR, element_names
+from layerferry.checkpoint.contents import CODES, SEPARATOR, element_names, exponents_of
 from layerferry.checkpoint.manifest import Manifest
 from layerferry.engine.engine import Engine
 from layerferry.errors import CheckpointError
-from layerferry.layout import RESIDUE, WEIGHT, Entry
+from layerferry.layout import BLOCK_ELEMENTS, RESIDUE, WEIGHT, Entry, Plane
 from layerferry.master import join_master
+from layerferry.optim.base import EXP_AVG_SQ
+from layerferry.optim.blocks import decode, encode
 from layerferry.store.safetensors_file import CheckpointFolder
 from layerferry.units import Unit
 
 STATE_PREFIX = "state-"
+UNSIGNED_MOMENTS = (EXP_AVG_SQ,)
+
+logger = logging.getLogger(__name__)
 
 
 def check_weights(folder: Path, manifest: Manifest) -> None:
@@ -52,18 +59,43 @@ def restore(engine: Engine, folder: Path, manifest: Manifest) -> None:
 def _restore_parameter(engine: Engine, unit: Unit, entry: Entry, state: _State) -> None:
     store, name = engine.store, unit.names[entry.name]
     for kind in engine.optimizer.state_planes:
-        store.plane(unit, kind).view(entry).copy_(state.read(kind, name, entry))
+        if kind != RESIDUE:
+            _restore_moment(store.plane(unit, kind), kind, name, entry, state)
     if not state.has(RESIDUE, name):
         return  # the master was whole in the shard, and loading has split it where it must be
-    residue = state.read(RESIDUE, name, entry)
-    if entry.dtype != torch.float32:
+    residue, weight = state.read(RESIDUE, name, entry), store.plane(unit, WEIGHT).view(entry)
+    kept = store.plane(unit, RESIDUE).sections.get(entry.dtype)
+    if kept is not None and kept.dtype == residue.dtype:
         store.plane(unit, RESIDUE).view(entry).copy_(residue)
         return
-    weight = store.plane(unit, WEIGHT).view(entry)
     high = weight.to(torch.bfloat16)
-    if not torch.equal(high.float(), weight):
+    if not torch.equal(high.float(), weight.float()):
         raise CheckpointError(f"{state.folder}: {name} has a residue, but its weight is no bf16 number: of different files")
-    weight.copy_(join_master(high, residue.to(weight.device)))
+    store.set_parameter(unit, entry, join_master(high, residue.to(weight.device)))
+
+
+def _restore_moment(plane: Plane, kind: str, name: str, entry: Entry, state: _State) -> None:
+    """As it was saved where the format is the same, else encoded or decoded, in blocks as planes have them."""
+    values, blocks = state.read(kind, name, entry), -(-entry.numel // BLOCK_ELEMENTS)
+    signed = kind not in UNSIGNED_MOMENTS
+    if state.has(exponents_of(kind), name):
+        exponents = state.read_exponents(kind, name, entry)
+        if plane.spec.coded:
+            plane.view(entry).copy_(values)
+            plane.exponents_of(entry).copy_(exponents)
+            return
+        values = decode(_padded(values, blocks), exponents, signed=signed)[: entry.numel].view(entry.shape)
+    elif plane.spec.coded:
+        codes, exponents = encode(_padded(values, blocks), signed=signed)
+        plane.exponents_of(entry).copy_(exponents)
+        values = codes[: entry.numel].view(entry.shape)
+    plane.view(entry).copy_(values)
+
+
+def _padded(values: Tensor, blocks: int) -> Tensor:
+    """[blocks * 128], zeros behind the last element: as planes are padded."""
+    flat = values.reshape(-1)
+    return torch.cat([flat, flat.new_zeros(blocks * BLOCK_ELEMENTS - flat.numel())])
 
 
 class _State:
@@ -81,7 +113,8 @@ class _State:
     def check_names(self, engine: Engine) -> None:
         """The same parameters, and every plane of each: no more, no less."""
         parameters = {unit.names[entry.name] for unit in engine.store.units for entry in unit.layout.entries}
-        kinds = [*self._manifest.state_planes]
+        planes = self._manifest.state_planes
+        kinds = [*planes, *(exponents_of(kind) for kind, dtype in planes.items() if dtype == CODES)]
         expected = {SEPARATOR.join((kind, name)) for kind in kinds for name in parameters}
         residues = {SEPARATOR.join((RESIDUE, name)) for name in parameters}
         missing = sorted(expected - set(self._home))
@@ -100,21 +133,29 @@ class _State:
 
     def read(self, kind: str, parameter: str, entry: Entry) -> Tensor:
         """One tensor @host, of ``entry.shape``."""
-        name = SEPARATOR.join((kind, parameter))
+        return self._read(SEPARATOR.join((kind, parameter)), entry.shape)
+
+    def read_exponents(self, kind: str, parameter: str, entry: Entry) -> Tensor:
+        """The exponents of a tensor of codes @host, one a block."""
+        return self._read(SEPARATOR.join((exponents_of(kind), parameter)), (-(-entry.numel // BLOCK_ELEMENTS),))
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         file = self._files[self._home[name]]
-        if file.shape(name) != entry.shape:
-            raise CheckpointError(f"{file.path}: {name} has shape {file.shape(name)}, the model's has {entry.shape}")
+        if file.shape(name) != shape:
+            raise CheckpointError(f"{file.path}: {name} has shape {file.shape(name)}, the model's has {shape}")
         return file.read(name)
 
 
 def _check_optimizer(engine: Engine, folder: Path, manifest: Manifest) -> None:
-    """The optimizer must keep the very planes that were saved."""
-    own: Mapping[str, str] = element_names(engine)
-    if dict(own) != dict(manifest.state_planes):
+    """The optimizer must keep the very moments that were saved; in how many bits is its own affair."""
+    own, saved = element_names(engine), dict(manifest.state_planes)
+    if own.keys() != saved.keys() or not {*own.values(), *saved.values()} <= {"F32", CODES}:
         raise CheckpointError(
-            f"{folder}: its optimizer kept {_planes(manifest.state_planes)}, this run's keeps {_planes(own)}: resume with the "
+            f"{folder}: its optimizer kept {_planes(saved)}, this run's keeps {_planes(own)}: resume with the "
             "optimizer of the run, or start anew from its weights (model_name_or_path)"
         )
+    if own != saved:
+        logger.warning("%s: moments are converted: %s becomes %s", folder, _planes(saved), _planes(own))
 
 
 def _planes(planes: Mapping[str, str]) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from layerferry.backends.base import Backend, Fence, Lane
 from layerferry.engine.clock import Clock
@@ -52,14 +52,15 @@ class DeferredSteps:
         Units that live @device are updated on the compute lane now, the others by the worker.
         """
         for unit in units:
+            own = replace(hyper, stream=unit.stream)
             held = self._held.pop(unit.index, None)
             if unit.index in self._store.on_device:
                 self._pass(Lane.COMPUTE, held)
                 self._backend.touch(Lane.COMPUTE, writes=[p.buffer for p in self._store.planes(unit).values()])
                 with self._clock.span(Lane.COMPUTE, f"step {unit.name}"):
-                    self._optimizer.step(self._store.planes(unit), unit.layout, hyper, self._threads)
+                    self._optimizer.step(self._store.planes(unit), unit.layout, own, self._threads)
                 continue
-            self._ready[unit.index] = self._worker.submit(self._step, unit, hyper, drained[unit.index], held)
+            self._ready[unit.index] = self._worker.submit(self._step, unit, own, drained[unit.index], held)
 
     def _step(self, unit: Unit, hyper: StepHyper, drained: Fence, held: Future[Fence] | None) -> Fence:
         drained.synchronize()

@@ -132,7 +132,7 @@ def read_with_notices(path: Path | None, overrides: Sequence[str]) -> tuple[Conf
     config = Config(
         model=reading.model(),
         data=DataConfig(**data),
-        optim=OptimConfig(**_schedule(reading)),
+        optim=OptimConfig(**_optim(reading)),
         train=TrainConfig(**train),
         engine=EngineConfig(**engine),
     )
@@ -230,9 +230,22 @@ def _probabilities(reading: Reading) -> tuple[float, ...]:
         raise reading.fail("interleave_probs", str(error)) from None
 
 
-def _schedule(reading: Reading) -> dict[str, Any]:
+def _optim(reading: Reading) -> dict[str, Any]:
     optim = reading.section("optim")
+    if reading.values.get("optim_args"):
+        optim["momentum"] = _momentum(reading)
     for name, value in optim.get("lr_scheduler_kwargs", {}).items():
         if not isinstance(value, int | float | str):
             raise reading.fail("lr_scheduler_kwargs", f"{name}: expected a number or text, found {value!r}")
     return optim
+
+
+def _momentum(reading: Reading) -> float:
+    """``optim_args``, of which sgd takes one."""
+    name, _, value = str(reading.values["optim_args"]).replace(" ", "").partition("=")
+    if name != "momentum" or reading.values.get("optim") != "sgd":
+        raise reading.fail("optim_args", "expected momentum=0.9 (or another number below 1) beside optim: sgd")
+    try:
+        return to_float(value)
+    except ValueError as error:
+        raise reading.fail("optim_args", str(error)) from None

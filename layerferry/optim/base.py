@@ -28,6 +28,8 @@ class StepHyper:
     """Number of this step, counted from 1: the power of the bias corrections."""
     grad_scale: float = 1.0
     """Factor on every gradient: the clip coefficient (and whatever else the gradients were left multiplied by)."""
+    stream: int = 0
+    """Tells one unit's random numbers from another's; set by whoever steps a unit."""
 
 
 class Optimizer(Protocol):
@@ -35,10 +37,11 @@ class Optimizer(Protocol):
 
     @property
     def state_planes(self) -> Mapping[str, PlaneSpec]:
-        """Planes that the optimizer keeps per unit, all zero before the first step."""
+        """Planes that the optimizer keeps per unit, all zero before the first step; the residue among them where the master is
+        kept in fewer bits than fp32 has."""
 
     def bytes_per_param(self) -> float:
-        """Bytes of ``state_planes`` per parameter; weight, residue and gradient are not counted."""
+        """Bytes of the moments per parameter; weight, residue and gradient are not counted."""
 
     def step(self, planes: Mapping[str, Plane], layout: Layout, hyper: StepHyper, threads: int) -> None:
         """Update every span of one unit in place.

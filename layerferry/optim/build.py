@@ -23,7 +23,8 @@ from layerferry.config import preferred_compiler
 _INSTALLED = Path(__file__).resolve().parents[1] / "native"
 _CHECKOUT = Path(__file__).resolve().parents[2] / "native"
 NATIVE_FOLDER = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
-SOURCE = NATIVE_FOLDER / "adamw.cpp"
+SOURCE_FOLDER = NATIVE_FOLDER
+"""Where the C++ files are; all of them make one library."""
 
 BASE_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fPIC", "-shared")
 FLAG_SETS = (("-fopenmp",), ("-fopenmp", "-DLAYERFERRY_NO_CLONES"), ("-DLAYERFERRY_NO_CLONES",))
@@ -50,11 +51,11 @@ def compile_native(target_dir: Path, *, key: str | None = None) -> Path:
             with tempfile.NamedTemporaryFile(dir=target_dir, prefix=".building-", suffix=".so", delete=False) as file:
                 scratch = Path(file.name)
             try:
-                error = _run([*compiler, *BASE_FLAGS, *flags, "-o", str(scratch), str(SOURCE), "-lm"])
+                error = _run([*compiler, *BASE_FLAGS, *flags, "-o", str(scratch), *map(str, sources()), "-lm"])
                 if error is None:
                     if "-fopenmp" not in flags:
-                        log.warning("%s has no OpenMP: AdamW runs on one thread", shlex.join(compiler))
-                    target = target_dir / f"adamw-{key or source_key()}-{digest(scratch.read_bytes())}.so"
+                        log.warning("%s has no OpenMP: updates run on one thread", shlex.join(compiler))
+                    target = target_dir / f"kernels-{key or source_key()}-{digest(scratch.read_bytes())}.so"
                     scratch.chmod(0o755)
                     os.replace(scratch, target)
                     return target
@@ -66,7 +67,16 @@ def compile_native(target_dir: Path, *, key: str | None = None) -> Path:
 
 def source_key() -> str:
     """What a prebuilt library must have been built from."""
-    return digest(SOURCE.read_bytes(), repr((BASE_FLAGS, FLAG_SETS)).encode())
+    return digest(*(path.read_bytes() for path in (*headers(), *sources())), repr((BASE_FLAGS, FLAG_SETS)).encode())
+
+
+def sources() -> list[Path]:
+    """The files that are compiled."""
+    return sorted(SOURCE_FOLDER.glob("*.cpp"))
+
+
+def headers() -> list[Path]:
+    return sorted(SOURCE_FOLDER.glob("*.h"))
 
 
 def cache_key() -> str:
@@ -76,7 +86,7 @@ def cache_key() -> str:
 
 def intact_libraries(folder: Path, key: str) -> list[Path]:
     """Libraries for ``key`` whose bytes are those that were written: opening a truncated one would kill the process."""
-    return [path for path in sorted(folder.glob(f"adamw-{key}-*.so")) if path.stem.endswith(f"-{digest(path.read_bytes())}")]
+    return [path for path in sorted(folder.glob(f"kernels-{key}-*.so")) if path.stem.endswith(f"-{digest(path.read_bytes())}")]
 
 
 def _compilers() -> list[list[str]]:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from layerferry.optim.kernels import AdamWScalars
-from layerferry.optim.reference import SMALLEST_NORMAL, ReferenceKernels
+from layerferry.optim.reference import ReferenceKernels
+from layerferry.optim.rules import SMALLEST_NORMAL
 
 BLOCK = 1024
 

@@ -1,4 +1,4 @@
-"""The seam between an optimizer and whatever computes it: AdamW over flat spans, native or in torch.
+"""The seam between an optimizer and whatever computes it: updates over flat spans, native or in torch.
 
 ``AdamWScalars`` is everything but the arrays. It is computed in double precision and rounded to fp32 once, so that every
 implementation starts from the same nine numbers. The update, one fp32 rounding per operation, in this order::
@@ -10,16 +10,23 @@ implementation starts from the same nine numbers. The update, one fp32 rounding 
 
 It is AdamW (Loshchilov & Hutter) with the bias corrections folded into two numbers. Decay and update are summed before they meet
 the master: one rounding of the master instead of two, so a decay below half an ulp (lr 1e-6) is not lost beside a larger update.
-Implementations: ``native_kernels.py`` (C++), ``reference.py`` (torch); ``tests/optim/test_kernels.py`` holds them equal.
+``Kernels.update`` takes any rule (``rules.py``) and any format of planes (``formats.py``); AdamW with fp32 moments has kernels of
+its own, which ``update`` uses where they serve: the same bits, tuned to the last percent.
+Implementations: ``native_kernels.py`` (C++), ``reference.py`` (torch), ``device_kernels.py`` (Triton);
+``tests/optim/test_kernels.py`` and ``test_formats.py`` hold them equal.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from layerferry.optim.rounding import Rounding
+    from layerferry.optim.rules import Rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +63,31 @@ class AdamWScalars:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """One moment of a span: fp32, or 8-bit codes with their blocks' exponents (``blocks.py``)."""
+
+    values: Tensor  # [n] fp32, or uint8
+    exponents: Tensor | None = None  # [n / 128] uint8
+
+    @property
+    def coded(self) -> bool:
+        return self.exponents is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operands:
+    """The planes of one span, whole blocks, all at one place. ``first`` and ``second`` are the moments that the rule has."""
+
+    weight: Tensor  # [n] bf16, or fp32: the whole master
+    residue: Tensor | None  # [n] int16 or int8; None: the weight is all
+    grad: Tensor  # [n] bf16 or fp32
+    first: Moment | None = None
+    second: Moment | None = None
+    start: int = 0
+    """Place of the first element in its section: what random numbers are counted by."""
+
+
 class Kernels(Protocol):
     """AdamW over flat, contiguous tensors of one length, in place; and the two casts of the split master.
 
@@ -85,3 +117,6 @@ class Kernels(Protocol):
 
     def join(self, weight: Tensor, residue: Tensor, master: Tensor, *, threads: int) -> None:
         """``weight`` and ``residue`` into ``master``: ``master.join_master``, in place."""
+
+    def update(self, rule: Rule, operands: Operands, *, rounding: Rounding, threads: int) -> None:
+        """One step of ``rule`` on a span in any format; ``rounding`` is used where the format drops bits."""

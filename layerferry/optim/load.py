@@ -18,10 +18,13 @@ from pathlib import Path
 import torch
 
 from layerferry.config import cache_folder
+from layerferry.layout import BLOCK_ELEMENTS
 from layerferry.optim.build import NATIVE_FOLDER, BuildError, cache_key, compile_native, intact_libraries, source_key
-from layerferry.optim.kernels import AdamWScalars, Kernels
+from layerferry.optim.kernels import AdamWScalars, Kernels, Moment, Operands
 from layerferry.optim.native_kernels import NativeKernels
 from layerferry.optim.reference import ReferenceKernels
+from layerferry.optim.rounding import Rounding
+from layerferry.optim.rules import LionScalars, Rule, SgdScalars
 
 EDGE_BITS = (0x00008000, 0x3F808000, 0x3F807FFF, 0x7F7FFFFF, 0x7F800000, 0x7FFFFFFF, -0x80000000, -0x00008000)
 """Values at which a wrong split of the master shows: ties, the largest, infinity, NaN, the negative zero."""
@@ -35,7 +38,7 @@ def load_kernels() -> Kernels:
     try:
         return _load_native()
     except (BuildError, OSError) as error:
-        log.warning("AdamW runs in plain torch, ten times slower than the native kernels and more: %s", error)
+        log.warning("updates run in plain torch, ten times slower than the native kernels and more: %s", error)
         return ReferenceKernels()
 
 
@@ -46,7 +49,10 @@ def self_check(kernels: Kernels) -> bool:
     master = torch.randn(numel, generator=generator) * torch.logspace(-30, 3, numel)
     grad = torch.randn(numel, generator=generator) * torch.logspace(-12, 6, numel)
     scalars = AdamWScalars.of(lr=1e-3, step=7, grad_scale=0.37, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    got, wanted = _trial(kernels, master, grad, scalars), _trial(ReferenceKernels(), master, grad, scalars)
+    got, wanted = (
+        [*_trial(each, master, grad, scalars), *_format_trial(each, master, grad, scalars)]
+        for each in (kernels, ReferenceKernels())
+    )
     return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, wanted, strict=True))
 
 
@@ -64,6 +70,33 @@ def _trial(kernels: Kernels, master: torch.Tensor, grad: torch.Tensor, scalars: 
     kernels.adamw_fp32(plain, grad, exp_avg, exp_avg_sq, scalars=scalars, threads=2)
     kernels.join(weight, residue, joined, threads=2)
     return (edge_weight, edge_residue, weight, residue, exp_avg, exp_avg_sq, joined, plain)
+
+
+def _format_trial(kernels: Kernels, master: torch.Tensor, grad: torch.Tensor, scalars: AdamWScalars) -> Iterator[torch.Tensor]:
+    """Every rule on the leanest formats, 24-bit and bf16 masters with 8-bit moments; whole blocks, not from the first on."""
+    numel = master.numel() // BLOCK_ELEMENTS * BLOCK_ELEMENTS
+    lion = LionScalars(
+        grad_scale=0.37, beta1=0.9, one_minus_beta1=0.1, beta2=0.99, one_minus_beta2=0.01, step_size=1e-3, decay=1e-4
+    )
+    sgd = SgdScalars(grad_scale=0.37, momentum=0.9, step_size=1e-3, decay=0.1)
+    rules: tuple[tuple[Rule, int], ...] = ((scalars, 2), (lion, 1), (sgd, 1))
+    for rule, num_moments in rules:
+        for residue in (torch.zeros(numel, dtype=torch.int8), None):
+            weight = master[:numel].to(torch.bfloat16)
+            first, second = _no_moment(numel), _no_moment(numel) if num_moments == 2 else None
+            operands = Operands(
+                weight=weight, residue=residue, grad=grad[:numel], first=first, second=second, start=BLOCK_ELEMENTS
+            )
+            for step in range(3):
+                kernels.update(rule, operands, rounding=Rounding.of(seed=0, step=step, stream=0), threads=2)
+            planes = [weight, residue, first.values, first.exponents]
+            planes += [] if second is None else [second.values, second.exponents]
+            yield from (plane for plane in planes if plane is not None)
+
+
+def _no_moment(numel: int) -> Moment:
+    values, exponents = (torch.zeros(count, dtype=torch.uint8) for count in (numel, numel // BLOCK_ELEMENTS))
+    return Moment(values=values, exponents=exponents)
 
 
 def _load_native() -> Kernels:

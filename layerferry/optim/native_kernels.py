@@ -13,11 +13,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from layerferry.optim.kernels import AdamWScalars
+from layerferry.layout import BLOCK_ELEMENTS
+from layerferry.optim.kernels import AdamWScalars, Moment, Operands
+from layerferry.optim.rounding import Rounding
+from layerferry.optim.rules import RULES, Rule
+
+NUMBERS = 9
+"""The most that a rule has."""
+MASTERS = (torch.float32, torch.int16, torch.int8, None)
+"""``enum Master`` of ``native/formats.cpp``: the residue's type, or fp32 for a master in one piece, None for bf16 alone."""
 
 
 class NativeKernels:
-    """``Kernels`` from a shared library built of ``native/adamw.cpp``; CPU tensors only."""
+    """``Kernels`` from a shared library built of ``native/``; CPU tensors only."""
 
     def __init__(self, library: Path) -> None:
         """Raises OSError or AttributeError where the file is no such library."""
@@ -27,6 +35,7 @@ class NativeKernels:
         self._adamw_fp32 = _function(self._library, "layerferry_adamw_fp32", pointers=4, scalars=True)
         self._split = _function(self._library, "layerferry_split", pointers=3, scalars=False)
         self._join = _function(self._library, "layerferry_join", pointers=3, scalars=False)
+        self._update = _update_function(self._library)
         self._ceiling = _function(self._library, "layerferry_ceiling", pointers=5, scalars=False)
 
     def adamw_split(
@@ -58,6 +67,21 @@ class NativeKernels:
     def join(self, weight: Tensor, residue: Tensor, master: Tensor, *, threads: int) -> None:
         self._join(*_arguments((weight, residue, master), (torch.bfloat16, torch.int16, torch.float32)), threads)
 
+    def update(self, rule: Rule, operands: Operands, *, rounding: Rounding, threads: int) -> None:
+        first, second = operands.first, operands.second
+        if isinstance(rule, AdamWScalars) and not (_coded(first) or _coded(second)):
+            assert first is not None and second is not None
+            weight, residue, grad, m, v = operands.weight, operands.residue, operands.grad, first.values, second.values
+            if residue is not None and residue.dtype == torch.int16:
+                return self.adamw_split(weight, residue, grad, m, v, scalars=rule, threads=threads)
+            if weight.dtype == torch.float32:
+                return self.adamw_fp32(weight, grad, m, v, scalars=rule, threads=threads)
+        return self.general_update(rule, operands, rounding=rounding, threads=threads)
+
+    def general_update(self, rule: Rule, operands: Operands, *, rounding: Rounding, threads: int) -> None:
+        """``update`` through ``native/formats.cpp`` whatever the format."""
+        self._update(ctypes.byref(_update(rule, operands, rounding)), threads)
+
     def ceiling(
         self, weight: Tensor, residue: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, threads: int
     ) -> None:
@@ -66,12 +90,76 @@ class NativeKernels:
         self._ceiling(*_arguments((weight, residue, grad, exp_avg, exp_avg_sq), dtypes), threads)
 
 
+class _Update(ctypes.Structure):
+    """``struct Update`` of ``native/formats.cpp``."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "residue", "grad", "first")),
+        *((name, ctypes.c_void_p) for name in ("first_exponents", "second", "second_exponents")),
+        *((name, ctypes.c_int64) for name in ("count", "start")),
+        *((name, ctypes.c_uint32) for name in ("key_low", "key_high")),
+        *((name, ctypes.c_int32) for name in ("rule", "master", "grad_is_fp32")),
+        ("numbers", ctypes.c_float * NUMBERS),
+    )
+
+
+def _update(rule: Rule, operands: Operands, rounding: Rounding) -> _Update:
+    """The struct, after checking what C++ cannot."""
+    weight, residue, grad, count = operands.weight, operands.residue, operands.grad, operands.weight.numel()
+    assert count % BLOCK_ELEMENTS == 0 and operands.start % BLOCK_ELEMENTS == 0, "whole blocks"
+    assert weight.dtype == torch.bfloat16 or (weight.dtype == torch.float32 and residue is None)
+    kept = torch.float32 if weight.dtype == torch.float32 else None if residue is None else residue.dtype
+    return _Update(
+        weight=_address(weight, weight.dtype, count),
+        residue=None if residue is None else _address(residue, residue.dtype, count),
+        grad=_address(grad, torch.bfloat16 if grad.dtype == torch.bfloat16 else torch.float32, count),
+        **_moment("first", operands.first, count),
+        **_moment("second", operands.second, count),
+        count=count,
+        start=operands.start,
+        key_low=rounding.key_low,
+        key_high=rounding.key_high,
+        rule=RULES.index(type(rule)),
+        master=MASTERS.index(kept),
+        grad_is_fp32=grad.dtype == torch.float32,
+        numbers=(ctypes.c_float * NUMBERS)(*astuple(rule)),
+    )
+
+
+def _moment(name: str, moment: Moment | None, count: int) -> dict[str, int | None]:
+    if moment is None:
+        return {name: None, f"{name}_exponents": None}
+    if moment.exponents is None:
+        return {name: _address(moment.values, torch.float32, count), f"{name}_exponents": None}
+    return {
+        name: _address(moment.values, torch.uint8, count),
+        f"{name}_exponents": _address(moment.exponents, torch.uint8, count // BLOCK_ELEMENTS),
+    }
+
+
+def _coded(moment: Moment | None) -> bool:
+    return moment is not None and moment.coded
+
+
+def _address(tensor: Tensor, dtype: torch.dtype, count: int) -> int:
+    assert tensor.dtype == dtype, f"a kernel got {tensor.dtype} for {dtype}"
+    assert tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel() == count
+    return tensor.data_ptr()
+
+
 class _Scalars(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_float) for name in AdamWScalars.__dataclass_fields__)
 
 
 def _struct(scalars: AdamWScalars) -> _Scalars:
     return _Scalars(*astuple(scalars))
+
+
+def _update_function(library: ctypes.CDLL) -> Callable[..., None]:
+    function: ctypes._NamedFuncPointer = library.layerferry_update
+    function.argtypes = [ctypes.POINTER(_Update), ctypes.c_int]
+    function.restype = None
+    return function
 
 
 def _function(library: ctypes.CDLL, name: str, *, pointers: int, scalars: bool) -> Callable[..., None]:
@@ -85,7 +173,4 @@ def _function(library: ctypes.CDLL, name: str, *, pointers: int, scalars: bool) 
 def _arguments(tensors: tuple[Tensor, ...], dtypes: tuple[torch.dtype, ...]) -> tuple[int, ...]:
     """Addresses and the count, after checking what C++ cannot."""
     count = tensors[0].numel()
-    for tensor, dtype in zip(tensors, dtypes, strict=True):
-        assert tensor.dtype == dtype, f"a kernel got {tensor.dtype} for {dtype}"
-        assert tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel() == count
-    return (*(tensor.data_ptr() for tensor in tensors), count)
+    return (*(_address(tensor, dtype, count) for tensor, dtype in zip(tensors, dtypes, strict=True)), count)

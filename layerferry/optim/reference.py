@@ -1,7 +1,7 @@
-"""AdamW in plain torch: the meaning of the native kernels, their stand-in without a compiler, and the step of device planes.
+"""Updates in plain torch: the meaning of the native kernels, their stand-in without a compiler, and the step of device planes.
 
-The operations and their order are those of ``kernels.py``, one fp32 rounding each. ``addcmul``, ``lerp`` and ``alpha=`` do not
-occur: they are fused multiply-adds on some CPUs and would change bits.
+The operations and their order are those of ``kernels.py`` and ``rules.py``, one fp32 rounding each. ``addcmul``, ``lerp`` and
+``alpha=`` do not occur: they are fused multiply-adds on some CPUs and would change bits.
 Runs in blocks, so that temporaries stay small beside a unit's planes. ``threads`` is torch's own affair and ignored here.
 """
 
@@ -12,10 +12,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from layerferry.master import join_master, split_master
-from layerferry.optim.kernels import AdamWScalars
-
-SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
+from layerferry.layout import BLOCK_ELEMENTS
+from layerferry.master import join_master, master_bits, split_kept, split_master
+from layerferry.optim.blocks import decode, encode
+from layerferry.optim.kernels import AdamWScalars, Moment, Operands
+from layerferry.optim.rounding import Rounding, random_words
+from layerferry.optim.rules import Rule, update
 
 CPU_BLOCK = 1 << 20
 """Elements at a time: a few MiB of temporaries, and enough work for torch's threads."""
@@ -39,7 +41,7 @@ class ReferenceKernels:
     ) -> None:
         for w, r, g, m, v in _blocks(weight, residue, grad, exp_avg, exp_avg_sq):
             master = join_master(w, r)
-            _update(master, g.to(torch.float32), m, v, scalars)
+            update(scalars, master, g.to(torch.float32), m, v)
             new_weight, new_residue = split_master(master)
             w.copy_(new_weight)
             r.copy_(new_residue)
@@ -48,7 +50,7 @@ class ReferenceKernels:
         self, weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, scalars: AdamWScalars, threads: int
     ) -> None:
         for w, g, m, v in _blocks(weight, grad, exp_avg, exp_avg_sq):
-            _update(w, g, m, v, scalars)
+            update(scalars, w, g, m, v)
 
     def split(self, master: Tensor, weight: Tensor, residue: Tensor, *, threads: int) -> None:
         for x, w, r in _blocks(master, weight, residue):
@@ -60,29 +62,78 @@ class ReferenceKernels:
         for w, r, x in _blocks(weight, residue, master):
             x.copy_(join_master(w, r))
 
-
-def _update(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: AdamWScalars) -> None:
-    """``master`` [n] fp32, ``grad`` [n] fp32, moments [n] fp32: all in place but ``grad``."""
-    scaled = grad * scalars.grad_scale
-    m = _without_denormals(exp_avg * scalars.beta1 + scaled * scalars.one_minus_beta1)
-    v = _without_denormals(exp_avg_sq * scalars.beta2 + scaled * scalars.one_minus_beta2 * scaled)
-    exp_avg.copy_(m)
-    exp_avg_sq.copy_(v)
-    denominator = _exact_sqrt(v) * scalars.rsqrt_bias_correction2 + scalars.eps
-    master.sub_(m / denominator * scalars.step_size + master * scalars.decay)
+    def update(self, rule: Rule, operands: Operands, *, rounding: Rounding, threads: int) -> None:
+        numel = operands.weight.numel()
+        assert numel % BLOCK_ELEMENTS == 0
+        size = CPU_BLOCK if operands.weight.device.type == "cpu" else DEVICE_BLOCK
+        for begin in range(0, numel, size):
+            _step(rule, cut(operands, begin, min(begin + size, numel)), rounding)
 
 
-def _exact_sqrt(values: Tensor) -> Tensor:
-    """The correctly rounded fp32 root, as processors give it; torch's own may come from a library that is one ulp off.
+def _step(rule: Rule, operands: Operands, rounding: Rounding) -> None:
+    random = random_words(rounding, operands.start, operands.weight.numel(), operands.weight.device)
+    master = load_master(operands.weight, operands.residue)
+    first, second = (_loaded(operands.first, signed=True), _loaded(operands.second, signed=False))
+    update(rule, master, operands.grad.to(torch.float32), first, second)
+    _store_master(master, operands.weight, operands.residue, random)
+    _store_moment(first, operands.first, signed=True, random=random & 0xFFF)
+    _store_moment(second, operands.second, signed=False, random=(random >> 12) & 0xFFF)
 
-    Through fp64 the rounding is right even if that root is an ulp off: no fp32 root lies within 2**-50 of a rounding boundary.
-    """
-    # TRAP: plain sqrt differs in 1 of some 400 values with MKL (tests/optim/test_kernels.py)
-    return values.to(torch.float64).sqrt().to(torch.float32)
+
+def cut(operands: Operands, begin: int, end: int) -> Operands:
+    """The elements from ``begin`` to ``end``, both whole blocks."""
+
+    def part(moment: Moment | None) -> Moment | None:
+        if moment is None:
+            return None
+        blocks = None if moment.exponents is None else moment.exponents[begin // BLOCK_ELEMENTS : end // BLOCK_ELEMENTS]
+        return Moment(values=moment.values[begin:end], exponents=blocks)
+
+    return Operands(
+        weight=operands.weight[begin:end],
+        residue=None if operands.residue is None else operands.residue[begin:end],
+        grad=operands.grad[begin:end],
+        first=part(operands.first),
+        second=part(operands.second),
+        start=operands.start + begin,
+    )
 
 
-def _without_denormals(values: Tensor) -> Tensor:
-    return torch.where(values.abs() < SMALLEST_NORMAL, 0.0, values)
+def load_master(weight: Tensor, residue: Tensor | None) -> Tensor:
+    """The master as fp32; the weight itself where it is all there is and fp32."""
+    return weight.to(torch.float32) if residue is None else join_master(weight, residue)
+
+
+def _store_master(master: Tensor, weight: Tensor, residue: Tensor | None, random: Tensor) -> None:
+    """``random`` [n] int64, 32 bits each: the top ones round what is dropped."""
+    if weight.dtype == torch.float32:
+        weight.copy_(master)
+    elif residue is not None and residue.dtype == torch.int16:
+        high, low = split_master(master)
+        weight.copy_(high)
+        residue.copy_(low)
+    else:
+        bits = master_bits(master).to(torch.int64) & 0xFFFFFFFF
+        if residue is None:
+            weight.copy_(((bits + (random >> 16)) >> 16).to(torch.int16).view(torch.bfloat16))
+        else:
+            high, low = split_kept((bits + (random >> 24)) >> 8)
+            weight.copy_(high)
+            residue.copy_(low)
+
+
+def _loaded(moment: Moment | None, *, signed: bool) -> Tensor | None:
+    """fp32 values; of an fp32 moment the plane itself."""
+    if moment is None or moment.exponents is None:
+        return None if moment is None else moment.values
+    return decode(moment.values, moment.exponents, signed=signed)
+
+
+def _store_moment(values: Tensor | None, moment: Moment | None, *, signed: bool, random: Tensor) -> None:
+    if values is not None and moment is not None and moment.exponents is not None:
+        codes, exponents = encode(values, signed=signed, random=random)
+        moment.values.copy_(codes)
+        moment.exponents.copy_(exponents)
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -26,6 +26,8 @@ from layerferry.planner.stopwatch import copied_bytes_per_s, matmul_flops_per_s,
 GUESS = "guess"
 OPTIMIZER_BYTES_PER_PARAM = 22
 """Read and written by one AdamW update of a split master with bf16 gradient."""
+CODED_OPTIMIZER_BYTES_PER_PARAM = 12
+"""With a 24-bit master and 8-bit moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,13 @@ RATES = (
     "dram_bytes_per_s",
     "optimizer_s_per_param",
     "device_bytes_per_s",
+    "coded_optimizer_s_per_param",
 )
 
-_DEVICES: dict[str, tuple[float, float, float, float, float, float]] = {
-    # matmul FLOP/s, link bytes/s alone, together, host DRAM bytes/s, optimizer s/param in a step, device memory bytes/s
-    "H200": (715e12, 55e9, 45e9, 122e9, 0.225e-9, 4.2e12),
+_DEVICES: dict[str, tuple[float, float, float, float, float, float, float]] = {
+    # matmul FLOP/s, link bytes/s alone, together, host DRAM bytes/s, optimizer s/param in a step, device memory bytes/s,
+    # optimizer s/param with 8-bit moments
+    "H200": (715e12, 55e9, 45e9, 122e9, 0.225e-9, 4.2e12, 0.15e-9),
 }
 """Measured by the project on one H200 with 16 cores (docs/decisions, benchmarks/results)."""
 
@@ -86,6 +90,7 @@ class Machine:
     dram_bytes_per_s: Rate
     optimizer_s_per_param: Rate
     device_bytes_per_s: Rate
+    coded_optimizer_s_per_param: Rate
     disk_write_bytes_per_s: Rate | None = None
     notes: tuple[str, ...] = ()
 
@@ -140,7 +145,8 @@ class Machine:
             ("both at once", self._together(), self.upload_together_bytes_per_s.source),
             ("host memory traffic", _gb(self.dram_bytes_per_s), self.dram_bytes_per_s.source),
             ("device memory traffic", _gb(self.device_bytes_per_s), self.device_bytes_per_s.source),
-            ("AdamW", f"{self.optimizer_s_per_param.value * 1e9:.2f} ns per parameter", self.optimizer_s_per_param.source),
+            ("AdamW", _ns(self.optimizer_s_per_param), self.optimizer_s_per_param.source),
+            ("AdamW, 8-bit", _ns(self.coded_optimizer_s_per_param), self.coded_optimizer_s_per_param.source),
         ]
         if self.disk_write_bytes_per_s is not None:
             rows.append(("disk, writing", _gb(self.disk_write_bytes_per_s), self.disk_write_bytes_per_s.source))
@@ -212,11 +218,11 @@ def default_rates(name: str, *, on_cpu: bool) -> dict[str, Rate]:
     if on_cpu:
         return _cpu_rates(40e9 * count, dram / 2, dram, GUESS)
     if (known := next((key for key in _DEVICES if key in name), None)) is not None:
-        flops, link, together, dram, per_param, device = _DEVICES[known]
-        return _rates((flops, link, link, together, together, dram, per_param, device), f"default for {known}")
+        flops, link, together, dram, per_param, device, coded = _DEVICES[known]
+        return _rates((flops, link, link, together, together, dram, per_param, device, coded), f"default for {known}")
     flops, link, device = next((_GUESSES[key] for key in _GUESSES if key in name), (60e12, 12e9, 0.5e12))
     together = 0.8 * link
-    return _rates((flops, link, link, together, together, dram, _per_param(dram), device), GUESS)
+    return _rates((flops, link, link, together, together, dram, _per_param(dram), device, _coded_per_param(dram)), GUESS)
 
 
 @cache
@@ -227,11 +233,16 @@ def quick_rates() -> dict[str, Rate]:
 
 def _cpu_rates(flops: float, copied: float, dram: float, source: str) -> dict[str, Rate]:
     """A lane is a copy in host memory, and two lanes share it."""
-    return _rates((flops, copied, copied, copied / 2, copied / 2, dram, _per_param(dram), dram), source)
+    return _rates((flops, copied, copied, copied / 2, copied / 2, dram, _per_param(dram), dram, _coded_per_param(dram)), source)
 
 
 def _per_param(dram_bytes_per_s: float) -> float:
     return OPTIMIZER_BYTES_PER_PARAM / (0.6 * dram_bytes_per_s)
+
+
+def _coded_per_param(dram_bytes_per_s: float) -> float:
+    """Half the bytes, and twice the arithmetic on each."""
+    return CODED_OPTIMIZER_BYTES_PER_PARAM / (0.45 * dram_bytes_per_s)
 
 
 def _rates(values: tuple[float, ...], source: str) -> dict[str, Rate]:
@@ -256,6 +267,10 @@ def read_rates(name: str) -> dict[str, Rate] | None:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.1f} GiB"
+
+
+def _ns(rate: Rate) -> str:
+    return f"{rate.value * 1e9:.2f} ns per parameter"
 
 
 def _gb(rate: Rate) -> str:

@@ -1,6 +1,6 @@
 """``probe``: measure this machine in a few seconds and remember it.
 
-On CUDA: matrix products, each link direction alone and both together, and the AdamW kernel while the link runs, as it does in
+On CUDA: matrix products, each link direction alone and both together, and AdamW while the link runs, as it does in
 a step. Everywhere: host memory traffic, the kernel, writing to disk. What cannot be measured keeps its default, and a note
 says what was lost. Checked by ``tests/planner/test_machine.py``.
 """
@@ -19,12 +19,16 @@ import torch
 from layerferry.backends import Backend, Lane, make
 from layerferry.backends.cuda import CudaBackend
 from layerferry.config import EngineConfig, cache_folder
-from layerferry.optim.kernels import AdamWScalars
+from layerferry.layout import Layout, ParameterSpec, Plane
+from layerferry.optim.adamw import AdamW
+from layerferry.optim.base import StepHyper
+from layerferry.optim.formats import StateFormat
 from layerferry.optim.load import load_kernels
 from layerferry.optim.reference import ReferenceKernels
 from layerferry.planner.host import cores
 from layerferry.planner.machine import Machine, Rate, assemble, default_rates, device_name, rates_file
 from layerferry.planner.stopwatch import best_s, copied_bytes_per_s, matmul_flops_per_s, triad_bytes_per_s
+from layerferry.store.store import plane_specs
 
 log = logging.getLogger(__name__)
 
@@ -58,10 +62,12 @@ def probe(engine: EngineConfig | None = None, *, quick: bool = False) -> Machine
         measure("copies", lambda: _copies(numel))
         measure("matrix products", lambda: {"matmul_flops_per_s": matmul_flops_per_s(64 if quick else 1024)})
         measure("device memory traffic", lambda: {"device_bytes_per_s": triad_bytes_per_s(numel)})
-    measure("AdamW", lambda: {"optimizer_s_per_param": _adamw(backend, numel)})
+    measure("AdamW", lambda: {"optimizer_s_per_param": _update(backend, numel, StateFormat())})
+    lean = StateFormat(master="24bit", moments="8bit")
+    measure("AdamW, 8-bit", lambda: {"coded_optimizer_s_per_param": _update(backend, numel, lean)})
     measure("disk", lambda: _disk(1 << 20 if quick else _DISK_BYTES))
     if isinstance(load_kernels(), ReferenceKernels):
-        notes.append("the native AdamW kernels could not be built: the torch ones are ten times slower")
+        notes.append("the native kernels could not be built: the torch ones are ten times slower")
     _remember(device_name(backend), rates)
     return assemble(engine, backend, rates, tuple(notes))
 
@@ -97,16 +103,15 @@ def _device_memory(backend: CudaBackend) -> dict[str, float]:
     return {"device_bytes_per_s": 2 * repeats * num_bytes / best_s(copy, runs=3)}
 
 
-def _adamw(backend: Backend, numel: int) -> float:
-    """Seconds per parameter of the split kernel, on CUDA while both link directions run."""
-    kernels, threads = load_kernels(), max(1, cores() - 2)
-    weight, grad = torch.zeros(numel, dtype=torch.bfloat16), torch.zeros(numel, dtype=torch.bfloat16)
-    residue = torch.zeros(numel, dtype=torch.int16)
-    exp_avg, exp_avg_sq = torch.zeros(numel), torch.zeros(numel)
-    scalars = AdamWScalars.of(lr=1e-5, step=1, grad_scale=1.0, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+def _update(backend: Backend, numel: int, state_format: StateFormat) -> float:
+    """Seconds per parameter of AdamW in a format, on CUDA while both link directions run."""
+    optimizer, threads = AdamW(state_format=state_format), max(1, cores() - 2)
+    layout = Layout.of([ParameterSpec(name="weight", shape=(numel,), dtype=torch.bfloat16)])
+    specs = plane_specs(optimizer.state_planes)
+    planes = {kind: Plane(layout, spec, torch.zeros(layout.bytes(spec), dtype=torch.uint8)) for kind, spec in specs.items()}
 
     def update() -> None:
-        kernels.adamw_split(weight, residue, grad, exp_avg, exp_avg_sq, scalars=scalars, threads=threads)
+        optimizer.step(planes, layout, StepHyper(lr=1e-5, step=1), threads)
 
     if not isinstance(backend, CudaBackend):
         return best_s(update) / numel

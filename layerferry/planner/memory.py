@@ -41,8 +41,8 @@ TRANSIENT_ACTIVATIONS = 3
 FUSED_LOGITS = 2
 """Chunks of logits alive at once in the fused head: the logits and their slope."""
 _NAMES = {
-    WEIGHT: "weights (bf16: high half of the fp32 master)",
-    RESIDUE: "residues (low half of the master)",
+    WEIGHT: "weights (bf16: high half of the master)",
+    RESIDUE: "residues (the rest of the master)",
     GRAD: "gradients",
 }
 

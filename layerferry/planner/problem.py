@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from layerferry.config import Config
 from layerferry.layout import PlaneSpec
 from layerferry.plan import Plan, Seconds
+from layerferry.planner.compute import with_update_rate
 from layerferry.planner.facts import Model
 from layerferry.planner.machine import Machine
 from layerferry.planner.memory import DEVICE, HOST, Shape, Working, estimate, items
@@ -124,7 +125,7 @@ def problem(model: Model, specs: Mapping[str, PlaneSpec], machine: Machine, conf
     return Problem(
         model=model,
         specs=specs,
-        machine=machine,
+        machine=with_update_rate(machine, specs),
         shape=shape,
         pins=Pins.of(config),
         fp32=train.fp32,

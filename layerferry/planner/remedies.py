@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from layerferry.engine.sizes import device_sizes
+from layerferry.layout import GRAD, RESIDUE, WEIGHT
+from layerferry.optim.adamw import AdamW
+from layerferry.optim.formats import StateFormat
 from layerferry.plan import Plan, size_text
 from layerferry.planner.memory import DEVICE, HOST, plan_specs, unit_bytes
 from layerferry.planner.problem import Problem, needs
@@ -34,6 +37,8 @@ def _remedies(question: Problem, plan: Plan) -> Iterator[str]:
     short = {place for place, (needed, there) in places.items() if needed > there}
     if DEVICE in short:
         yield from _too_small_for_buffers(question, plan)
+    if HOST in short:
+        yield from _fewer_bits(question)
     if _planes_fit(question, plan):
         yield from _unpinned(question)
         yield from _shorter_rows(question)
@@ -78,6 +83,17 @@ def _shorter_rows(question: Problem) -> Iterator[str]:
             yield f"cutoff_len: {tokens} fits ({_totals(question, plan)})"
             return
         tokens //= 2
+
+
+def _fewer_bits(question: Problem) -> Iterator[str]:
+    """The leaner format of the same optimizer, where that fits."""
+    moments = tuple(kind for kind in question.specs if kind not in (WEIGHT, RESIDUE, GRAD))
+    if moments != AdamW.moments or any(spec.coded for spec in question.specs.values()):
+        return
+    lean = {**question.specs, **StateFormat(master="24bit", moments="8bit").planes(moments)}
+    plan, found = search(replace(question, specs=lean))
+    if found:
+        yield f"optim: adamw_8bit fits ({_totals(question, plan)})"
 
 
 def _smaller_model(question: Problem, plan: Plan) -> Iterator[str]:

@@ -16,7 +16,7 @@ from layerferry.backends import make
 from layerferry.config import Config
 from layerferry.models.build import ATTENTION, build_on_meta, read_config, take_block_size
 from layerferry.models.skeleton import Skeleton
-from layerferry.optim.adamw import AdamW
+from layerferry.optim.choose import optimizer_for
 from layerferry.optim.decay import decays
 from layerferry.plan import GIB, Plan, Seconds
 from layerferry.planner import calibrate
@@ -89,7 +89,7 @@ def plan_for(config: Config) -> PlanReport:
     attention = ATTENTION[given.flash_attn]
     model = build_on_meta(hf_config, dtype=dtype, attention=attention, trust_remote_code=given.trust_remote_code)
     skeleton = Skeleton(model, decays=decays, device=torch.device("cpu"), fp32=config.train.fp32)
-    specs = plane_specs(AdamW.of(config.optim).state_planes)
+    specs = plane_specs(optimizer_for(config.optim).state_planes)
     machine = machine_for(config.engine, backend)
     question = problem(Model.of(skeleton), specs, machine, config, config.data.cutoff_len)
     return PlanReport(question=question, decision=decide(question, calibrate.reader(skeleton, backend)))

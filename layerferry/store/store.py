@@ -1,9 +1,9 @@
 """Planes x units, @host or @device: the authoritative home of every persistent byte.
 
 A parameter's fp32 master lives as a bf16 high half in the weight plane (the very bytes that are uploaded) and a signed
-16-bit remainder in the residue plane; fp32-only parameters keep four bytes in the weight plane's second section. There is
-no second copy of anything: initialisation peaks at steady state plus the one parameter that is being written. Checked by
-``tests/store/test_store.py``.
+16-bit remainder in the residue plane (8 bits, or no residue at all, in the formats that ask for it); fp32-only parameters
+keep four bytes in the weight plane's second section. There is no second copy of anything: initialisation peaks at steady state
+plus the one parameter that is being written. Checked by ``tests/store/test_store.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from layerferry.backends.base import Backend
 from layerferry.layout import FP32_PLANE, GRAD, GRAD_PLANE, RESIDUE, RESIDUE_PLANE, WEIGHT, WEIGHT_PLANE, Entry, Plane, PlaneSpec
-from layerferry.master import join_master, split_master
+from layerferry.master import join_master, split_master, split_master24
 from layerferry.units import Unit
 
 TRAVELLING = (WEIGHT, GRAD)
@@ -23,7 +23,10 @@ TRAVELLING = (WEIGHT, GRAD)
 
 
 def plane_specs(state_planes: Mapping[str, PlaneSpec], *, grad: PlaneSpec = GRAD_PLANE) -> dict[str, PlaneSpec]:
-    """Every plane of a unit under an optimizer that asks for ``state_planes``; the store and the planner both count with it."""
+    """Every plane of a unit under an optimizer that asks for ``state_planes``; the store and the planner both count with it.
+
+    A residue among ``state_planes`` takes the place of the 16 bits that make the master fp32.
+    """
     return {WEIGHT: WEIGHT_PLANE, RESIDUE: RESIDUE_PLANE, GRAD: grad, **state_planes}
 
 
@@ -70,23 +73,27 @@ class Store:
     def set_parameter(self, unit: Unit, entry: Entry, value: Tensor) -> None:
         """Write one parameter; ``value`` of any float dtype and of ``entry.shape`` becomes the fp32 master."""
         assert tuple(value.shape) == entry.shape, f"{entry.name}: {tuple(value.shape)} is not {entry.shape}"
-        weight = self.plane(unit, WEIGHT).view(entry)
-        if entry.dtype == torch.float32:
+        weight, residue = self.plane(unit, WEIGHT).view(entry), self._residue(unit, entry)
+        if residue is None:
             weight.copy_(value)
         elif value.dtype == torch.bfloat16:
             weight.copy_(value)
-            self.plane(unit, RESIDUE).view(entry).zero_()
+            residue.zero_()
         else:
-            high, low = split_master(value.float())
+            split = split_master24 if residue.dtype == torch.int8 else split_master
+            high, low = split(value.float())
             weight.copy_(high)
-            self.plane(unit, RESIDUE).view(entry).copy_(low)
+            residue.copy_(low)
 
     def master(self, unit: Unit, entry: Entry) -> Tensor:
-        """The fp32 master of one parameter, a copy in ``entry.shape`` where the unit lives."""
-        weight = self.plane(unit, WEIGHT).view(entry)
-        if entry.dtype == torch.float32:
-            return weight.clone()
-        return join_master(weight, self.plane(unit, RESIDUE).view(entry))
+        """The master of one parameter as fp32, a copy in ``entry.shape`` where the unit lives."""
+        weight, residue = self.plane(unit, WEIGHT).view(entry), self._residue(unit, entry)
+        return weight.to(torch.float32, copy=True) if residue is None else join_master(weight, residue)
+
+    def _residue(self, unit: Unit, entry: Entry) -> Tensor | None:
+        """None where the weight plane holds the whole master."""
+        plane = self.plane(unit, RESIDUE)
+        return plane.view(entry) if entry.dtype in plane.sections else None
 
     def parameter(self, unit: Unit, entry: Entry) -> Tensor:
         """The parameter as the device computes with it (bf16, or fp32 where it must be), a view @host."""

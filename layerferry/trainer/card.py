@@ -10,7 +10,9 @@ import json
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from layerferry.config import Config
+from layerferry.config import Config, OptimConfig
+from layerferry.optim.choose import chosen
+from layerferry.optim.formats import StateFormat
 from layerferry.trainer.history import Entry
 from layerferry.version import VERSION
 
@@ -53,13 +55,22 @@ def _hyperparameters(config: Config, total_steps: int) -> dict[str, object]:
         "train_batch_size": train.per_device_train_batch_size,
         "gradient_accumulation_steps": train.gradient_accumulation_steps,
         "total_train_batch_size": train.per_device_train_batch_size * train.gradient_accumulation_steps,
-        "optimizer": f"AdamW, betas ({optim.adam_beta1}, {optim.adam_beta2}), epsilon {optim.adam_epsilon}",
+        "optimizer": _optimizer(optim),
         "weight_decay": optim.weight_decay,
         "max_grad_norm": optim.max_grad_norm,
         "training_steps": total_steps,
         "cutoff_len": config.data.cutoff_len,
         "seed": train.seed,
     }
+
+
+def _optimizer(optim: OptimConfig) -> str:
+    """Rule, its numbers, and in how many bits its state was kept."""
+    rule, state = chosen(optim)
+    numbers = f"betas ({optim.adam_beta1}, {optim.adam_beta2})" if rule != "SGD" else f"momentum {optim.momentum}"
+    epsilon = f", epsilon {optim.adam_epsilon}" if rule == "AdamW" else ""
+    kept = "" if state == StateFormat() else f", {state.master} master weights, {state.moments} moments"
+    return f"{rule}, {numbers}{epsilon}{kept}"
 
 
 def _results(entries: list[Entry]) -> list[str]:

@@ -29,8 +29,8 @@ from layerferry.engine.anomaly import WatchfulTape
 from layerferry.engine.engine import Engine
 from layerferry.errors import ConfigError
 from layerferry.models.build import read_config
-from layerferry.optim.adamw import AdamW
 from layerferry.optim.base import Optimizer
+from layerferry.optim.choose import optimizer_for
 from layerferry.optim.schedule import schedule_of
 from layerferry.optim.verified import VerifiedOptimizer
 from layerferry.plan import Plan
@@ -138,8 +138,8 @@ def train(config: Config) -> None:
 
 
 def optimizer_of(config: Config) -> Optimizer:
-    """AdamW, watched over where ``verify_memory`` asks for it."""
-    optimizer = AdamW.of(config.optim)
+    """The optimizer of the run, watched over where ``verify_memory`` asks for it."""
+    optimizer = optimizer_for(config.optim, seed=config.train.seed)
     return VerifiedOptimizer(optimizer) if config.train.verify_memory else optimizer
 
 

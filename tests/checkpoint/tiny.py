@@ -14,11 +14,10 @@ from layerferry.backends.cpu import CpuBackend
 from layerferry.checkpoint.manifest import Manifest
 from layerferry.checkpoint.restore import check_weights, restore
 from layerferry.checkpoint.save import Saved, Saver
-from layerferry.config import Config, ModelConfig, TrainConfig
+from layerferry.config import Config, ModelConfig, OptimConfig, TrainConfig
 from layerferry.engine.batch import MicroBatch
 from layerferry.engine.engine import Engine
 from layerferry.layout import GRAD, RESIDUE, WEIGHT
-from layerferry.master import join_master
 from layerferry.plan import Plan
 from tests.models.tiny_models import tiny_model
 
@@ -40,12 +39,19 @@ def model_of(family: str = "llama", **changes: Any) -> Any:
 
 
 def engine_of(
-    model: Any, plan: Plan | None = None, *, fp32: bool = False, weights: Path | None = None, backend: Backend | None = None
+    model: Any,
+    plan: Plan | None = None,
+    *,
+    fp32: bool = False,
+    weights: Path | None = None,
+    backend: Backend | None = None,
+    **optim: Any,
 ) -> Engine:
+    """``optim``: fields of ``OptimConfig``."""
     plan = replace(plan or PLANS["streamed"], fp32=fp32)
     units = 3 if model.config.tie_word_embeddings else 4
     plan = replace(plan, on_device=tuple(index for index in plan.on_device if index < units))
-    config = Config(model=ModelConfig(model_name_or_path="live"), train=TrainConfig(fp32=fp32))
+    config = Config(model=ModelConfig(model_name_or_path="live"), optim=OptimConfig(**optim), train=TrainConfig(fp32=fp32))
     return layerferry.load(model, config=config, plan=plan, backend=backend or CpuBackend(), weights=weights)
 
 
@@ -75,19 +81,20 @@ def state_of(engine: Engine) -> dict[str, torch.Tensor]:
         for entry in unit.layout.entries:
             name = unit.names[entry.name]
             planes = engine.store.planes(unit)
-            weight = planes[WEIGHT].view(entry)
-            master = weight if entry.dtype == torch.float32 else join_master(weight, planes[RESIDUE].view(entry))
-            found[f"master {name}"] = master.clone()
+            found[f"master {name}"] = engine.store.master(unit, entry)
             for kind, plane in planes.items():
                 if kind not in (GRAD, WEIGHT, RESIDUE):
                     found[f"{kind} {name}"] = plane.view(entry).clone()
+                    if plane.spec.coded:
+                        found[f"{kind} exponents {name}"] = plane.exponents_of(entry).clone()
     return found
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert torch.equal(found[name].view(torch.int32), value.view(torch.int32)), f"{name}: other bits"
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)), f"{name}: other bits"
 
 
 def save(engine: Engine, folder: Path, step: int, **options: Any) -> Saved:
@@ -100,11 +107,13 @@ def save(engine: Engine, folder: Path, step: int, **options: Any) -> Saved:
     return outcome
 
 
-def load(model: Any, folder: Path, plan: Plan | None = None, *, fp32: bool = False, backend: Backend | None = None) -> Engine:
+def load(
+    model: Any, folder: Path, plan: Plan | None = None, *, fp32: bool = False, backend: Backend | None = None, **optim: Any
+) -> Engine:
     """An engine that takes up ``folder``, as the trainer does it."""
     manifest = Manifest.read(folder)
     manifest.check_sizes(folder)
     check_weights(folder, manifest)
-    engine = engine_of(model, plan, fp32=fp32, weights=folder, backend=backend)
+    engine = engine_of(model, plan, fp32=fp32, weights=folder, backend=backend, **optim)
     restore(engine, folder, manifest)
     return engine

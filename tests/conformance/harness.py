@@ -19,6 +19,7 @@ from layerferry.layout import FP32_PLANE, GRAD
 from layerferry.models.build import build_on_meta, fp32_only
 from layerferry.models.skeleton import Skeleton
 from layerferry.optim.adamw import AdamW
+from layerferry.optim.base import Optimizer
 from layerferry.optim.reference import ReferenceKernels
 from layerferry.plan import Plan
 from layerferry.store.store import Store, plane_specs
@@ -88,7 +89,7 @@ def make_engine(
     plan: Plan = PLAN,
     *,
     backend: Backend | None = None,
-    optimizer: AdamW | None = None,
+    optimizer: Optimizer | None = None,
     seed: int = SEED,
     other_slots: bool = False,
 ) -> Engine:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from layerferry.engine.engine import Engine
-from layerferry.optim.base import EXP_AVG, EXP_AVG_SQ
 from tests.conformance.families import BY_TYPE, tiny_config
 from tests.conformance.harness import masters, real_model
 
@@ -26,9 +25,12 @@ def state(engine: Engine) -> dict[str, Tensor]:
     """Masters and moments, settled: everything that a step leaves behind."""
     everything = {f"master {name}": value for name, value in masters(engine).items()}
     for unit in engine.store.units:
-        for kind in (EXP_AVG, EXP_AVG_SQ):
+        for kind in engine.optimizer.state_planes:
             plane = engine.store.plane(unit, kind)
-            everything |= {f"{kind} {unit.names[e.name]}": plane.view(e).clone() for e in unit.layout.entries}
+            kept = [entry for entry in unit.layout.entries if entry.dtype in plane.sections]
+            everything |= {f"{kind} {unit.names[e.name]}": plane.view(e).clone() for e in kept}
+            if plane.spec.coded:
+                everything |= {f"{kind} exponents {unit.names[e.name]}": plane.exponents_of(e).clone() for e in kept}
     return everything
 
 

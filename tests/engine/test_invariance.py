@@ -13,17 +13,35 @@ from torch import Tensor
 from layerferry.backends.chaos import ChaosBackend
 from layerferry.backends.cpu import CpuBackend
 from layerferry.engine.oracle import loss_and_gradients
+from layerferry.optim.adamw import AdamW
+from layerferry.optim.base import Optimizer
+from layerferry.optim.formats import StateFormat
+from layerferry.optim.lion import Lion
+from layerferry.optim.sgd import SGD
 from layerferry.plan import Plan
 from tests.conformance.harness import gradients, make_engine, masked, micro_batches, unequal
 from tests.engine.small import same, small_model, state
 
 BASE = Plan(fp32=True, num_slots=2, num_slabs=1, carry_fp32=True)
 STEPS = 3
+LEAN = StateFormat(master="24bit", moments="8bit")
+FORMATS: dict[str, Optimizer] = {
+    "adamw, 8-bit moments, 24-bit master": AdamW(state_format=LEAN, weight_decay=0.1),
+    "adamw, bf16 weights": AdamW(state_format=StateFormat(master="bf16"), weight_decay=0.1),
+    "adamw, 8-bit moments, bf16 weights": AdamW(state_format=StateFormat(master="bf16", moments="8bit")),
+    "lion": Lion(weight_decay=0.1),
+    "lion, 8-bit": Lion(state_format=LEAN),
+    "sgd": SGD(weight_decay=0.1),
+    "sgd with momentum": SGD(momentum=0.9),
+}
 
 
-def run(plan: Plan, *, chaos: int | None = None, model: Any = None) -> tuple[list[float], dict[str, Tensor]]:
+def run(
+    plan: Plan, *, chaos: int | None = None, model: Any = None, optimizer: Optimizer | None = None
+) -> tuple[list[float], dict[str, Tensor]]:
     """Three clipped steps of four micro-batches at changing rates; losses, norms, and the state that is left."""
-    engine = make_engine(model or small_model(), plan, backend=CpuBackend() if chaos is None else ChaosBackend(chaos))
+    backend = CpuBackend() if chaos is None else ChaosBackend(chaos)
+    engine = make_engine(model or small_model(), plan, backend=backend, optimizer=optimizer)
     seen = []
     for step in range(STEPS):
         report = engine.step(micro_batches(4, seed=step), lr=1e-2 / (1 + step), max_grad_norm=0.5)
@@ -89,6 +107,18 @@ def test_bf16_units_at_home_on_the_device_see_the_same_rounded_gradient() -> Non
     seen, left = run(replace(plan, on_device=(1, 2)), chaos=1)
     expected = run(plan)
     assert seen == expected[0] and same(left, expected[1])
+
+
+@pytest.mark.parametrize("fp32", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_in_every_place(name: str, fp32: bool) -> None:
+    """Random numbers of stochastic rounding come from step, unit and element: not from places, threads, slots or order."""
+    plan = replace(BASE, fp32=fp32, carry_fp32=fp32)
+    expected = run(plan, optimizer=FORMATS[name])
+    for changed in ({"on_device": (1, 2)}, {"on_device": (0, 1, 2, 3, 4)}, {"num_slots": 5, "optimizer_threads": 2}):
+        seen, left = run(replace(plan, **changed), chaos=2, optimizer=FORMATS[name])
+        assert seen == expected[0] and same(left, expected[1])
+    assert seen != run(plan)[0], "another format is another run"
 
 
 @pytest.mark.parametrize("changed", [{"num_slots": 5}, {"num_slabs": 2}, {"activation_budget": 0.0}, {"optimizer_threads": 2}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,10 +30,14 @@ def test_damaged_libraries_are_not_opened(tmp_path: Path) -> None:
 
 def test_a_library_from_another_source_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build.compile_native(tmp_path)
-    changed = tmp_path / "changed.cpp"
-    changed.write_bytes(build.SOURCE.read_bytes() + b"// one more line\n")
-    monkeypatch.setattr(build, "SOURCE", changed)
-    assert build.intact_libraries(tmp_path, build.source_key()) == []
+    for name in ("adamw.cpp", "common.h"):
+        folder = tmp_path / name
+        shutil.copytree(build.SOURCE_FOLDER, folder)
+        with (folder / name).open("a") as file:
+            file.write("// one more line\n")
+        with monkeypatch.context() as patch:
+            patch.setattr(build, "SOURCE_FOLDER", folder)
+            assert build.intact_libraries(tmp_path, build.source_key()) == []
 
 
 def test_the_cache_key_tells_compilers_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +78,7 @@ def test_a_failing_compiler_is_passed_over_for_one_that_works(tmp_path: Path, mo
 def test_the_reason_of_a_failure_is_the_compilers_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken.cpp"
     broken.write_text("int x = not_declared_anywhere;\n")
-    monkeypatch.setattr(build, "SOURCE", broken)
+    monkeypatch.setattr(build, "SOURCE_FOLDER", tmp_path)
     with pytest.raises(build.BuildError, match="not_declared_anywhere"):
         build.compile_native(tmp_path)
     assert list(tmp_path.iterdir()) == [broken]

@@ -33,7 +33,7 @@ def clones(tmp_path_factory: pytest.TempPathFactory) -> dict[str, NativeKernels]
     for level in LEVELS.get(torch.backends.cpu.get_cpu_capability(), ("native",)):
         library = folder / f"{level}.so"
         flags = [*build.BASE_FLAGS, "-fopenmp", "-DLAYERFERRY_NO_CLONES", f"-march={level}"]
-        subprocess.run(["c++", *flags, "-o", str(library), str(build.SOURCE)], check=True)
+        subprocess.run(["c++", *flags, "-o", str(library), *map(str, build.sources())], check=True)
         built[level] = NativeKernels(library)
     return built
 
@@ -94,7 +94,7 @@ def test_contraction_would_be_noticed(tmp_path: Path) -> None:
     """The trap that -ffp-contract=off closes: without it, a CPU with fused multiply-adds has other bits."""
     library = tmp_path / "contracted.so"
     flags = [flag for flag in build.BASE_FLAGS if flag != "-ffp-contract=off"] + ["-ffp-contract=fast", "-march=native"]
-    subprocess.run(["c++", *flags, "-DLAYERFERRY_NO_CLONES", "-o", str(library), str(build.SOURCE)], check=True)
+    subprocess.run(["c++", *flags, "-DLAYERFERRY_NO_CLONES", "-o", str(library), *map(str, build.sources())], check=True)
     assert not self_check(NativeKernels(library))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,9 +90,8 @@ def test_no_compiler_trains_in_torch_with_one_warning(
 def test_a_failing_build_trains_in_torch_with_one_warning(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    broken = cache.parent.parent / "broken.cpp"
-    broken.write_text("#error out of order\n")
-    monkeypatch.setattr(build, "SOURCE", broken)
+    (cache.parent.parent / "broken.cpp").write_text("#error out of order\n")
+    monkeypatch.setattr(build, "SOURCE_FOLDER", cache.parent.parent)
     with caplog.at_level(logging.WARNING):
         assert isinstance(load.load_kernels(), ReferenceKernels)
         train()
@@ -99,23 +99,32 @@ def test_a_failing_build_trains_in_torch_with_one_warning(
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong"),
+    ("name", "right", "wrong"),
     [
-        ("std::sqrt(v) *", "std::sqrt(v) * 1.0000002f *"),
-        ("(bits + 0x8000u) >> 16", "(bits + 0x7fffu) >> 16"),
-        ("s.decay * master)", "s.decay)"),
-        ("member + 1 == members ? count :", "member + 1 == members ? count - 1 :"),
-        ('extern "C" {', "namespace hidden {"),
+        ("adamw.cpp", "std::sqrt(v) *", "std::sqrt(v) * 1.0000002f *"),
+        ("common.h", "(bits + 0x8000u) >> 16", "(bits + 0x7fffu) >> 16"),
+        ("adamw.cpp", "s.decay * master)", "s.decay)"),
+        ("common.h", "member + 1 == members ? count :", "member + 1 == members ? count - 1 :"),
+        ("adamw.cpp", 'extern "C" {', "namespace hidden {"),
+        ("formats.cpp", "x *= 0x735a2d97u", "x *= 0x735a2d95u"),
+        ("formats.cpp", "(random[i] >> 24)", "(random[i] >> 25)"),
+        ("formats.cpp", "bits ? 1 : 0", "0"),
+        ("formats.cpp", "kSignedOctaves = 16", "kSignedOctaves = 15"),
+        ("formats.cpp", "step + decay", "step - decay"),
+        ("formats.cpp", "momentum * b.first[i] + b.grad[i]", "momentum * b.first[i] - b.grad[i]"),
     ],
 )
 def test_a_library_that_computes_wrongly_is_refused(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, right: str, wrong: str
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, right: str, wrong: str
 ) -> None:
-    source = build.SOURCE.read_text()
+    folder = cache.parent.parent / "changed"
+    shutil.copytree(build.SOURCE_FOLDER, folder)
+    source = (folder / name).read_text()
     assert right in source
-    changed = cache.parent.parent / "changed.cpp"
-    changed.write_text(source.replace(right, wrong).replace("kMinPerThread = 1 << 14", "kMinPerThread = 64"))
-    monkeypatch.setattr(build, "SOURCE", changed)
+    (folder / name).write_text(source.replace(right, wrong))
+    shared = (folder / "common.h").read_text()
+    (folder / "common.h").write_text(shared.replace("kMinPerThread = 1 << 14", "kMinPerThread = 64"))
+    monkeypatch.setattr(build, "SOURCE_FOLDER", folder)
     with caplog.at_level(logging.WARNING):
         assert isinstance(load.load_kernels(), ReferenceKernels)
     assert len(caplog.records) == 1 and "reference" in caplog.text

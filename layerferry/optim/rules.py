@@ -1,0 +1,96 @@
+"""Update rules but for the arrays: their numbers, computed in double and rounded to fp32 once, and their arithmetic in torch.
+
+One fp32 rounding per operation, in the order written (``native/formats.cpp`` and ``triton_formats.py`` have the same). ``scaled``
+is the gradient times the clip coefficient; moments below the smallest normal number become 0::
+
+    AdamW   kernels.py has it
+    Lion    step = step_size * sign(beta1 * m + one_minus_beta1 * scaled)        # Chen et al., arXiv 2302.06675
+            m = beta2 * m + one_minus_beta2 * scaled
+            master = master - (step + decay * master)
+    SGD     g = scaled + decay * master                                          # torch.optim.SGD: decay in the gradient
+            b = momentum * b + g                                                 # left out where momentum is 0
+            master = master - step_size * (b or g)
+
+Field order is that of the arrays of numbers in C++. Checked by ``tests/optim/test_formats.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from layerferry.optim.kernels import AdamWScalars
+
+SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LionScalars:
+    """The fp32 numbers of one update."""
+
+    grad_scale: float
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    step_size: float
+    decay: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SgdScalars:
+    """The fp32 numbers of one update; ``decay`` is added to the gradient, as torch does."""
+
+    grad_scale: float
+    momentum: float
+    step_size: float
+    decay: float
+
+
+Rule = AdamWScalars | LionScalars | SgdScalars
+RULES: tuple[type[Rule], ...] = (AdamWScalars, LionScalars, SgdScalars)
+"""In the order of ``enum Rule`` in ``native/formats.cpp``."""
+
+
+def update(rule: Rule, master: Tensor, grad: Tensor, first: Tensor | None, second: Tensor | None) -> None:
+    """``master``, ``grad`` and moments [n] fp32: all in place but ``grad``."""
+    scaled = grad * rule.grad_scale
+    if isinstance(rule, AdamWScalars):
+        assert first is not None and second is not None
+        _adamw(rule, master, scaled, first, second)
+    elif isinstance(rule, LionScalars):
+        assert first is not None
+        blend = first * rule.beta1 + scaled * rule.one_minus_beta1
+        step = torch.where(blend > 0, rule.step_size, torch.where(blend < 0, -rule.step_size, blend + 0.0))  # a NaN stays one
+        first.copy_(without_denormals(first * rule.beta2 + scaled * rule.one_minus_beta2))
+        master.sub_(step + master * rule.decay)
+    else:
+        scaled = scaled + master * rule.decay
+        if first is not None:
+            scaled = without_denormals(first * rule.momentum + scaled)
+            first.copy_(scaled)
+        master.sub_(scaled * rule.step_size)
+
+
+def _adamw(rule: AdamWScalars, master: Tensor, scaled: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+    m = without_denormals(exp_avg * rule.beta1 + scaled * rule.one_minus_beta1)
+    v = without_denormals(exp_avg_sq * rule.beta2 + scaled * rule.one_minus_beta2 * scaled)
+    exp_avg.copy_(m)
+    exp_avg_sq.copy_(v)
+    denominator = exact_sqrt(v) * rule.rsqrt_bias_correction2 + rule.eps
+    master.sub_(m / denominator * rule.step_size + master * rule.decay)
+
+
+def exact_sqrt(values: Tensor) -> Tensor:
+    """The correctly rounded fp32 root, as processors give it; torch's own may come from a library that is one ulp off.
+
+    Through fp64 the rounding is right even if that root is an ulp off: no fp32 root lies within 2**-50 of a rounding boundary.
+    """
+    # TRAP: plain sqrt differs in 1 of some 400 values with MKL (tests/optim/test_kernels.py)
+    return values.to(torch.float64).sqrt().to(torch.float32)
+
+
+def without_denormals(values: Tensor) -> Tensor:
+    return torch.where(values.abs() < SMALLEST_NORMAL, 0.0, values)

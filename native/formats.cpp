@@ -1,0 +1,277 @@
+// One pass of any update rule over planes of any format: blocks of 128 elements, from bytes to fp32 and back, C ABI.
+//
+// What for: a format with fewer bytes (8-bit moments, a 24-bit or bf16 master) moves half of AdamW's traffic, and every rule would
+// otherwise need a kernel for each format. Here a block is loaded into fp32 arrays that stay in the first cache, the rule works on
+// those, and the block is stored: formats and rules add up instead of multiplying. `layerferry/optim/reference.py` is the same in
+// torch, operation by operation; `tests/optim/test_formats.py` holds the two to the same bits, for every clone.
+//
+// Moments of 8 bits are the top bits of the fp32 number itself, three of them mantissa, with the exponent counted from the block's
+// own: a logarithmic code without tables (block-wise quantisation: Dettmers et al., arXiv 2110.02861; there with a table).
+// exp_avg: sign, 16 octaves below the block's largest, zero below that. exp_avg_sq: no sign, 32 octaves, and never zero unless the
+// number is, because the update divides by its root. A block's exponent is one byte. See `layerferry/optim/blocks.py`.
+//
+// What is dropped is rounded stochastically: a moment that moves by a thousandth of itself in a step, or a weight by less than its
+// last bit, would otherwise stand still for ever. The random bits are a hash of key (seed, step, unit) and element: no state, so
+// threads, order and resumption do not matter.
+
+#include "common.h"
+
+namespace {
+
+constexpr int64_t kBlock = kAlignElements;
+constexpr int kNumbers = 9;
+
+enum Rule : int32_t { kAdamW, kLion, kSgd };
+enum Master : int32_t { kWhole, kSplit16, kSplit8, kBf16 };
+
+}  // namespace
+
+// Mirrors _Update in layerferry/optim/native_kernels.py.
+struct Update {
+    void *weight;    // float (kWhole), else bf16
+    void *residue;   // int16 (kSplit16), int8 (kSplit8), else null
+    const void *grad;
+    void *first;     // float, or codes where first_exponents is set; null where the rule has no such moment
+    uint8_t *first_exponents;
+    void *second;
+    uint8_t *second_exponents;
+    int64_t count;   // elements: whole blocks
+    int64_t start;   // place of the first element in its section: what the random numbers are counted by
+    uint32_t key_low;
+    uint32_t key_high;
+    int32_t rule;
+    int32_t master;
+    int32_t grad_is_fp32;
+    float numbers[kNumbers];  // of the rule, computed in double, rounded to fp32 once
+};
+
+namespace {
+
+#define INLINE __attribute__((always_inline)) inline
+
+// Bits by element: exp_avg takes 0 to 11, exp_avg_sq 12 to 23, the master the top 8 (24-bit) or 16 (bf16).
+struct alignas(64) Block {
+    float master[kBlock], grad[kBlock], first[kBlock], second[kBlock];
+    uint32_t random[kBlock];
+};
+
+INLINE uint32_t hashed(uint32_t x) {  // Wellons' lowbias32
+    x ^= x >> 16;
+    x *= 0x21f0aaadu;
+    x ^= x >> 15;
+    x *= 0x735a2d97u;
+    return x ^ (x >> 15);
+}
+
+INLINE void draw(Block &block, int64_t number, const Update &u) {
+    const uint64_t counter = static_cast<uint64_t>(number);
+    const uint32_t key = hashed(hashed(static_cast<uint32_t>(counter) + u.key_low) + static_cast<uint32_t>(counter >> 32) + u.key_high);
+    for (uint32_t i = 0; i < kBlock; ++i) block.random[i] = hashed(key + i * 0x9e3779b9u);
+}
+
+// ---- moments of 8 bits
+
+constexpr int kSignedOctaves = 16, kUnsignedOctaves = 32;
+
+INLINE void decode_signed(const uint8_t *__restrict__ codes, uint8_t exponent, float *__restrict__ values) {
+    const uint32_t base = (static_cast<uint32_t>(exponent) + 1) << 23;
+    for (int64_t i = 0; i < kBlock; ++i) {
+        const uint32_t code = codes[i], magnitude = code & 0x7fu;
+        values[i] = from_bits((magnitude ? (magnitude << 20) + base : 0u) | (code & 0x80u) << 24);
+    }
+}
+
+INLINE void decode_unsigned(const uint8_t *__restrict__ codes, uint8_t exponent, float *__restrict__ values) {
+    const uint32_t base = (static_cast<uint32_t>(exponent) + 1) << 23;
+    for (int64_t i = 0; i < kBlock; ++i) {
+        const uint32_t code = codes[i];
+        values[i] = from_bits(code ? (code << 20) + base : 0u);
+    }
+}
+
+// The exponent byte whose highest code is not below the block's largest number.
+INLINE int32_t block_exponent(const float *__restrict__ values, int octaves) {
+    int32_t largest = 0;
+    for (int64_t i = 0; i < kBlock; ++i) {
+        const float value = values[i];
+        const int32_t bits = static_cast<int32_t>((value == value ? to_bits(value) : kQuietNan) & 0x7fffffffu);
+        largest = bits > largest ? bits : largest;
+    }
+    const int32_t exponent = ((largest + 0xfffff) >> 23) - octaves;
+    return exponent > 0 ? exponent : 0;
+}
+
+INLINE uint8_t encode_signed(const float *__restrict__ values, const uint32_t *__restrict__ random, uint8_t *__restrict__ codes) {
+    const int32_t exponent = block_exponent(values, kSignedOctaves);
+    const int32_t below = (exponent + 1) << 3;
+    for (int64_t i = 0; i < kBlock; ++i) {
+        const float value = values[i];
+        const uint32_t bits = value == value ? to_bits(value) : kQuietNan;
+        const uint32_t dither = (random[i] & 0xfffu) << 8 | 0x80u;
+        const int32_t code = static_cast<int32_t>(((bits & 0x7fffffffu) + dither) >> 20) - below;
+        codes[i] = static_cast<uint8_t>(static_cast<uint32_t>(code > 0 ? code : 0) | (bits >> 31) << 7);
+    }
+    return static_cast<uint8_t>(exponent);
+}
+
+INLINE uint8_t encode_unsigned(const float *__restrict__ values, const uint32_t *__restrict__ random, uint8_t *__restrict__ codes) {
+    const int32_t exponent = block_exponent(values, kUnsignedOctaves);
+    const int32_t below = (exponent + 1) << 3;
+    for (int64_t i = 0; i < kBlock; ++i) {
+        const float value = values[i];
+        const uint32_t bits = value == value ? to_bits(value) : kQuietNan;
+        const uint32_t dither = ((random[i] >> 12) & 0xfffu) << 8 | 0x80u;
+        const int32_t code = static_cast<int32_t>((bits + dither) >> 20) - below;
+        const int32_t least = bits ? 1 : 0;
+        codes[i] = static_cast<uint8_t>(code > least ? code : least);
+    }
+    return static_cast<uint8_t>(exponent);
+}
+
+// ---- masters
+
+INLINE void load_master(const Update &u, int64_t at, float *__restrict__ master) {
+    if (u.master == kWhole) {
+        std::memcpy(master, static_cast<const float *>(u.weight) + at, kBlock * sizeof(float));
+        return;
+    }
+    const uint16_t *__restrict__ weight = static_cast<const uint16_t *>(u.weight) + at;
+    if (u.master == kSplit16) {
+        const int16_t *__restrict__ residue = static_cast<const int16_t *>(u.residue) + at;
+        for (int64_t i = 0; i < kBlock; ++i) master[i] = join(weight[i], residue[i]);
+    } else if (u.master == kSplit8) {
+        const int8_t *__restrict__ residue = static_cast<const int8_t *>(u.residue) + at;
+        for (int64_t i = 0; i < kBlock; ++i)
+            master[i] = from_bits((static_cast<uint32_t>(weight[i]) << 16) + (static_cast<uint32_t>(static_cast<int32_t>(residue[i])) << 8));
+    } else {
+        for (int64_t i = 0; i < kBlock; ++i) master[i] = widen(weight[i]);
+    }
+}
+
+INLINE void store_master(const Update &u, int64_t at, const float *__restrict__ master, const uint32_t *__restrict__ random) {
+    if (u.master == kWhole) {
+        std::memcpy(static_cast<float *>(u.weight) + at, master, kBlock * sizeof(float));
+        return;
+    }
+    uint16_t *__restrict__ weight = static_cast<uint16_t *>(u.weight) + at;
+    if (u.master == kSplit16) {
+        int16_t *__restrict__ residue = static_cast<int16_t *>(u.residue) + at;
+        for (int64_t i = 0; i < kBlock; ++i) split(master[i], weight[i], residue[i]);
+    } else if (u.master == kSplit8) {
+        int8_t *__restrict__ residue = static_cast<int8_t *>(u.residue) + at;
+        for (int64_t i = 0; i < kBlock; ++i) {
+            const uint32_t bits = master[i] == master[i] ? to_bits(master[i]) : kQuietNan;
+            const uint32_t kept = (bits + (random[i] >> 24)) >> 8;  // 24 bits
+            const uint32_t high = (kept + 0x80u) >> 8;
+            weight[i] = static_cast<uint16_t>(high);
+            residue[i] = static_cast<int8_t>(static_cast<uint8_t>(kept - (high << 8)));
+        }
+    } else {
+        for (int64_t i = 0; i < kBlock; ++i) {
+            const uint32_t bits = master[i] == master[i] ? to_bits(master[i]) : kQuietNan;
+            weight[i] = static_cast<uint16_t>((bits + (random[i] >> 16)) >> 16);
+        }
+    }
+}
+
+INLINE void load_grad(const Update &u, int64_t at, float *__restrict__ grad) {
+    if (u.grad_is_fp32) {
+        std::memcpy(grad, static_cast<const float *>(u.grad) + at, kBlock * sizeof(float));
+        return;
+    }
+    const uint16_t *__restrict__ given = static_cast<const uint16_t *>(u.grad) + at;
+    for (int64_t i = 0; i < kBlock; ++i) grad[i] = widen(given[i]);
+}
+
+// ---- rules; numbers in the order of the Scalars classes of layerferry/optim/rules.py
+
+INLINE void adamw(Block &b, const float *n) {
+    const float grad_scale = n[0], beta1 = n[1], one_minus_beta1 = n[2], beta2 = n[3], one_minus_beta2 = n[4];
+    const float rsqrt_bias_correction2 = n[5], eps = n[6], step_size = n[7], decay = n[8];
+    for (int64_t i = 0; i < kBlock; ++i) {
+        const float scaled = b.grad[i] * grad_scale;
+        const float m = without_denormals(beta1 * b.first[i] + one_minus_beta1 * scaled);
+        const float v = without_denormals(beta2 * b.second[i] + one_minus_beta2 * scaled * scaled);
+        b.first[i] = m;
+        b.second[i] = v;
+        const float denominator = std::sqrt(v) * rsqrt_bias_correction2 + eps;
+        b.master[i] = b.master[i] - (step_size * (m / denominator) + decay * b.master[i]);
+    }
+}
+
+INLINE void lion(Block &b, const float *n) {
+    const float grad_scale = n[0], beta1 = n[1], one_minus_beta1 = n[2], beta2 = n[3], one_minus_beta2 = n[4];
+    const float step_size = n[5], decay = n[6];
+    for (int64_t i = 0; i < kBlock; ++i) {
+        const float scaled = b.grad[i] * grad_scale;
+        const float blend = beta1 * b.first[i] + one_minus_beta1 * scaled;
+        const float step = blend > 0.0f ? step_size : blend < 0.0f ? -step_size : blend + 0.0f;  // a NaN stays one
+        b.first[i] = without_denormals(beta2 * b.first[i] + one_minus_beta2 * scaled);
+        b.master[i] = b.master[i] - (step + decay * b.master[i]);
+    }
+}
+
+INLINE void sgd(Block &b, const float *n, bool has_momentum) {
+    const float grad_scale = n[0], momentum = n[1], step_size = n[2], decay = n[3];
+    for (int64_t i = 0; i < kBlock; ++i) b.grad[i] = b.grad[i] * grad_scale + decay * b.master[i];
+    if (has_momentum)
+        for (int64_t i = 0; i < kBlock; ++i) {
+            b.first[i] = without_denormals(momentum * b.first[i] + b.grad[i]);
+            b.grad[i] = b.first[i];
+        }
+    for (int64_t i = 0; i < kBlock; ++i) b.master[i] = b.master[i] - step_size * b.grad[i];
+}
+
+// ---- the pass
+
+INLINE void load_moment(const void *values, const uint8_t *exponents, int64_t at, bool is_signed, float *__restrict__ moment) {
+    if (!exponents) {
+        std::memcpy(moment, static_cast<const float *>(values) + at, kBlock * sizeof(float));
+    } else if (is_signed) {
+        decode_signed(static_cast<const uint8_t *>(values) + at, exponents[at / kBlock], moment);
+    } else {
+        decode_unsigned(static_cast<const uint8_t *>(values) + at, exponents[at / kBlock], moment);
+    }
+}
+
+INLINE void store_moment(void *values, uint8_t *exponents, int64_t at, bool is_signed, const float *__restrict__ moment,
+                         const uint32_t *__restrict__ random) {
+    if (!exponents) {
+        std::memcpy(static_cast<float *>(values) + at, moment, kBlock * sizeof(float));
+    } else if (is_signed) {
+        exponents[at / kBlock] = encode_signed(moment, random, static_cast<uint8_t *>(values) + at);
+    } else {
+        exponents[at / kBlock] = encode_unsigned(moment, random, static_cast<uint8_t *>(values) + at);
+    }
+}
+
+CLONES void update_range(const Update u, int64_t from, int64_t length) {
+    Block block;
+    const bool random = u.first_exponents || u.second_exponents || u.master == kSplit8 || u.master == kBf16;
+    for (int64_t at = from; at < from + length; at += kBlock) {
+        if (random) draw(block, (u.start + at) / kBlock, u);
+        load_master(u, at, block.master);
+        load_grad(u, at, block.grad);
+        if (u.first) load_moment(u.first, u.first_exponents, at, true, block.first);
+        if (u.second) load_moment(u.second, u.second_exponents, at, false, block.second);
+        if (u.rule == kAdamW)
+            adamw(block, u.numbers);
+        else if (u.rule == kLion)
+            lion(block, u.numbers);
+        else
+            sgd(block, u.numbers, u.first != nullptr);
+        store_master(u, at, block.master, block.random);
+        if (u.first) store_moment(u.first, u.first_exponents, at, true, block.first, block.random);
+        if (u.second) store_moment(u.second, u.second_exponents, at, false, block.second, block.random);
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+void layerferry_update(const Update *update, int threads) {
+    parallel(update->count, threads, [=](int64_t start, int64_t length) { update_range(*update, start, length); });
+}
+
+}  // extern "C"

@@ -1,0 +1,104 @@
+"""Checkpoints of every optimizer format: exact resumption, and what becomes of one that is taken up in another format."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from layerferry.engine.engine import Engine
+from layerferry.errors import CheckpointError
+from layerferry.optim.blocks import decode
+from tests.checkpoint.tiny import PLANS, assert_same, engine_of, load, model_of, save, state_of, train
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "adamw": {"optim": "adamw_torch"},
+    "adamw_8bit": {"optim": "adamw_8bit"},
+    "adamw_8bit over fp32": {"optim": "adamw_8bit", "master_weights": "fp32"},
+    "adamw over bf16": {"master_weights": "bf16"},
+    "adamw_8bit over bf16": {"optim": "adamw_8bit", "master_weights": "bf16"},
+    "lion": {"optim": "lion_32bit"},
+    "lion_8bit": {"optim": "lion_8bit"},
+    "sgd": {"optim": "sgd"},
+    "momentum": {"optim": "sgd", "momentum": 0.9},
+}
+
+
+def decoded(engine: Engine, kind: str) -> dict[str, torch.Tensor]:
+    """fp32 numbers of a plane of codes, by parameter."""
+    found = {}
+    for unit in engine.store.units:
+        plane = engine.store.plane(unit, kind)
+        for entry in unit.layout.entries:
+            section = decode(plane.sections[entry.dtype], plane.exponents[entry.dtype], signed=kind == "exp_avg")
+            found[unit.names[entry.name]] = section[entry.offset : entry.offset + entry.numel].view(entry.shape)
+    return found
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_resumption_is_exact(tmp_path: Path, name: str) -> None:
+    """Also under another plan, with units @device: saved codes and the counted random numbers are all there is."""
+    model, optim = model_of("qwen3_moe" if "8bit" in name else "llama"), FORMATS[name]
+    whole = engine_of(model, **optim)
+    losses = train(whole, range(3))
+    first = engine_of(model, **optim)
+    train(first, range(2))
+    saved = save(first, tmp_path, 2)
+    assert saved.fault is None
+    second = load(model, saved.folder, PLANS["home"], **optim)
+    assert_same(state_of(second), state_of(first))
+    assert train(second, range(2, 3)) == losses[2:]
+    assert_same(state_of(second), state_of(whole))
+
+
+def test_moments_are_encoded_and_decoded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """fp32 -> 8 bit within 1/16 of each number or the smallest code; 8 bit -> fp32 exactly what the codes say. The masters: bf16
+    and 24 bits are what rounding to nearest leaves of fp32, and the way back adds nothing."""
+    model = model_of()
+    wide = engine_of(model)
+    train(wide, range(2))
+    with caplog.at_level(logging.WARNING):
+        lean = load(model, save(wide, tmp_path, 2).folder, optim="adamw_8bit")
+    assert "moments are converted: exp_avg F32, exp_avg_sq F32 becomes exp_avg U8/128, exp_avg_sq U8/128" in caplog.text
+    before, after = state_of(wide), state_of(lean)
+    for unit in lean.store.units:
+        for entry in unit.layout.entries:
+            name = unit.names[entry.name]
+            master, kept = before[f"master {name}"], after[f"master {name}"]
+            assert bool(((master - kept).abs() <= 2.0**-16 * master.abs()).all())
+            for kind, octaves in (("exp_avg", 16), ("exp_avg_sq", 32)):
+                value, found = before[f"{kind} {name}"], decoded(lean, kind)[name]
+                smallest = value.abs().max() * 2.0 ** (2 - octaves)
+                assert bool(((found - value).abs() <= torch.maximum(value.abs() / 16, smallest)).all())
+    (tmp_path / "lean").mkdir()
+    back = load(model, save(lean, tmp_path / "lean", 2).folder)
+    again = load(model, save(back, tmp_path, 2).folder, optim="adamw_8bit")
+    for name, value in state_of(back).items():
+        kind, parameter = name.split(" ")
+        kept = state_of(again)[name] if kind == "master" else decoded(again, kind)[parameter]
+        assert torch.equal(value, after[name] if kind == "master" else decoded(lean, kind)[parameter])
+        assert torch.equal(value, kept), "the exponent of a block may be another, its numbers are the same"
+    assert all(torch.isfinite(torch.tensor(train(engine, range(2, 3)))).all() for engine in (back, again))
+
+
+@pytest.mark.parametrize("fp32", [False, True])
+def test_a_bf16_master_becomes_a_whole_one_and_back(tmp_path: Path, fp32: bool) -> None:
+    model = model_of()
+    bare = engine_of(model, master_weights="bf16")
+    train(bare, range(2))
+    whole = load(model, save(bare, tmp_path, 2).folder, fp32=fp32)
+    assert_same(state_of(whole), state_of(bare))
+    (tmp_path / "whole").mkdir()
+    assert_same(state_of(load(model, save(whole, tmp_path / "whole", 2).folder, master_weights="bf16")), state_of(bare))
+
+
+def test_the_moments_of_another_rule_are_refused(tmp_path: Path) -> None:
+    model = model_of()
+    engine = engine_of(model, optim="lion_8bit")
+    train(engine, range(1))
+    folder = save(engine, tmp_path, 1).folder
+    with pytest.raises(CheckpointError, match="its optimizer kept exp_avg U8/128, this run's keeps exp_avg F32, exp_avg_sq F32"):
+        load(model, folder)
