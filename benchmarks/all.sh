@@ -46,7 +46,8 @@ run gpt-oss-120b 9 step step --case gpt-oss-120b --model gpt-oss-120b --layers 2
 run layer 6 layer layer --model qwen2.5-7b --row-tokens 1024 --micro-batch-rows 16,32 --budgets 0,0.1,0.3,0.5,0.7,1
 run head 2 head head --model qwen2.5-7b --rows 32 --row-tokens 1024 --chunk-tokens 2048,4096,8192,16384
 run link 1 link link
-run adamw 1 adamw adamw --params 100e6 --threads 16
+run adamw 2 adamw adamw --params 100e6 --threads 16 --format adamw,adamw_8bit,adamw_8bit-bf16,adamw-bf16,lion,lion_8bit,sgd
+run curves 8 curves curves --shape smollm2-135m --rows 32 --row-tokens 512 --steps 300 --formats adamw_torch,adamw_8bit,adamw-bf16
 
 # Studies.
 run depth 9 sweep sweep depth --model qwen2.5-7b --budget 0.0 --steps 3 --warmup 1

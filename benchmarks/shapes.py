@@ -12,6 +12,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "model_type": "qwen2", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": 4096, "tie_word_embeddings": False,
     },
+    "smollm2-135m": {
+        "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+    },
     "smollm2-1.7b": {
         "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32,
         "num_key_value_heads": 32, "vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True,

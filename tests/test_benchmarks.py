@@ -26,6 +26,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 STEP = ["--rows", "2", "--row-tokens", "16", "--micro-batch-rows", "1", "--steps", "2", "--warmup", "1"]
 SWEEP = ["--tokens", "32", "--row-tokens", "16", "--micro-batch-tokens", "16", "--steps", "1", "--warmup", "0"]
 PUBLISHED_PARAMS = {
+    "smollm2-135m": 134_515_008,
     "smollm2-1.7b": 1_711_376_384,
     "qwen2.5-1.5b": 1_543_714_304,
     "qwen2.5-3b": 3_085_938_688,
@@ -100,6 +101,7 @@ def test_rows_of_whole_steps(name: str, argv: list[str], cases: int, capsys: pyt
         ("layer", ["--row-tokens", "16", "--repeats", "1"], {"model_tflops", "kept_bytes_per_token"}, 2),
         ("head", ["--row-tokens", "16", "--repeats", "1"], {"model_tflops", "call_peak_gib", "path"}, 4),
         ("adamw", ["--params", "1e5", "--repeats", "1", "--threads", str(torch.get_num_threads())], {"gb_per_s"}, 2),
+        ("adamw", ["--params", "1e5", "--repeats", "1", "--format", "adamw_8bit,lion_8bit,sgd"], {"share_of_ceiling"}, 6),
     ],
 )
 def test_rows_of_parts(name: str, argv: list[str], fields: set[str], cases: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,7 +245,44 @@ def test_every_command_of_the_list_is_understood(monkeypatch: pytest.MonkeyPatch
             assert all(vars(one).keys() == vars(args).keys() for one in step.variants(args)), command
 
 
-@pytest.mark.parametrize("name", ["step", "sweep", "resident", "layer", "head", "link", "adamw"])
+def test_curves_of_formats_beside_plain_autograd(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In fp32 compute and an fp32 master, the engine's curve is plain autograd's up to the rounding of sums; 8 bits stay near."""
+    text = tmp_path / "text.txt"
+    text.write_text("It is a truth universally acknowledged, that a single man in possession of a good fortune " * 40)
+    argv = [
+        "--shape",
+        "tiny",
+        "--text",
+        str(text),
+        "--steps",
+        "12",
+        "--rows",
+        "4",
+        "--micro-batch-rows",
+        "2",
+        "--row-tokens",
+        "32",
+    ]
+    argv += ["--formats", "adamw_torch,adamw_8bit,sgd", "--fp32", "--plot", str(tmp_path / "curves.png"), "--device", "cpu"]
+    baseline, same, lean, sgd = rows_of("curves", argv, capsys)
+    assert baseline["format"] == "plain-fp32" and baseline["gap"] == 0.0 and baseline["final_loss"] < baseline["first_loss"]
+    assert abs(same["gap"]) < 1e-5 and max(abs(a - b) for a, b in zip(same["losses"], baseline["losses"], strict=True)) < 2e-3
+    assert abs(lean["gap"]) < 0.02 and lean["losses"] != same["losses"]
+    assert sgd["first_loss"] == same["first_loss"] and sgd["losses"] != same["losses"]
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_the_gap_of_curves_is_measured_over_the_last_steps() -> None:
+    """Oracle: a curve 1 % above the other from step 50 on, without noise; a constant and a noisy difference."""
+    curves = program("curves")
+    baseline = [3.0] * 60
+    share, noise = curves.gap([9.0] * 50 + [3.03] * 10, baseline)
+    assert share == pytest.approx(0.01) and noise == pytest.approx(0.0, abs=1e-12)
+    _, noise = curves.gap([3.0 + 0.3 * (-1) ** step for step in range(60)], baseline)
+    assert noise == pytest.approx(2 * 0.3 * (10 / 9) ** 0.5 / 10**0.5 / 3.0)
+
+
+@pytest.mark.parametrize("name", ["step", "sweep", "resident", "layer", "head", "link", "adamw", "curves"])
 def test_help_explains_itself(name: str) -> None:
     text = program(name).parser().format_help()
     assert f"python benchmarks/{name}.py" in text, "no example"

@@ -1,25 +1,30 @@
-"""AdamW for planes that live on a CUDA device: one pass in Triton, the same bits as the CPU's.
+"""Updates of planes that live on a CUDA device: one pass in Triton, the same bits as the CPU's.
 
-The operations are those of ``kernels.py`` in the same order, each rounded once: fused multiply-add is switched off for the
+The operations are those of ``kernels.py`` and ``rules.py`` in the same order, each rounded once: fused multiply-add is off for the
 launch, square root and division are the correctly rounded ones. So a unit may be moved between host and device without
-changing a run. Where Triton is missing the torch reference serves. Checked by ``tests/gpu/test_device_adamw.py`` against
-the CPU kernels, bit for bit.
+changing a run. Where Triton is missing the torch reference serves. Checked by ``tests/gpu/test_device_adamw.py`` and
+``test_device_formats.py`` against the CPU kernels, bit for bit.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import astuple
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerferry.optim.kernels import AdamWScalars
+from layerferry.layout import BLOCK_ELEMENTS
+from layerferry.optim.kernels import MASTERS, NUMBERS, AdamWScalars, Operands, kept_bits
 from layerferry.optim.reference import ReferenceKernels
-from layerferry.optim.rules import SMALLEST_NORMAL
+from layerferry.optim.rounding import Rounding
+from layerferry.optim.rules import RULES, SMALLEST_NORMAL, Rule
 
 BLOCK = 1024
+ROWS = 8
+"""Blocks of 128 that one program of the general pass works on."""
 
 
 class TritonKernels(ReferenceKernels):
@@ -43,10 +48,48 @@ class TritonKernels(ReferenceKernels):
     ) -> None:
         _launch("fp32", (weight, grad, exp_avg, exp_avg_sq), scalars)
 
+    def update(self, rule: Rule, operands: Operands, *, rounding: Rounding, threads: int) -> None:
+        first, second = operands.first, operands.second
+        numbers = astuple(rule)
+        num_blocks = operands.weight.numel() // BLOCK_ELEMENTS
+        _kernels()["update"][(-(-num_blocks // ROWS),)](
+            *_pointers(operands),
+            num_blocks,
+            operands.start // BLOCK_ELEMENTS,
+            _signed(rounding.key_low),
+            _signed(rounding.key_high),
+            *numbers,
+            *(0.0,) * (NUMBERS - len(numbers)),
+            RULE=RULES.index(type(rule)),
+            MASTER=MASTERS.index(kept_bits(operands)),
+            HAS_FIRST=first is not None,
+            FIRST_CODED=first is not None and first.coded,
+            SECOND_CODED=second is not None and second.coded,
+            SMALLEST=SMALLEST_NORMAL,
+            ROWS=ROWS,
+            BLOCK=BLOCK_ELEMENTS,
+            enable_fp_fusion=False,
+            num_warps=4,
+        )
+
 
 def device_kernels() -> ReferenceKernels:
     """Triton's where Triton is installed, else torch's."""
     return TritonKernels() if find_spec("triton") is not None else ReferenceKernels()
+
+
+def _pointers(operands: Operands) -> list[Tensor]:
+    """Every plane the kernel may ask for; the gradient in the place of those that are not there, which are never read."""
+    weight, grad = operands.weight, operands.grad
+    found = [weight.view(torch.int16) if weight.dtype == torch.bfloat16 else weight, operands.residue, grad]
+    for moment in (operands.first, operands.second):
+        found += [None, None] if moment is None else [moment.values, moment.exponents]
+    return [grad if tensor is None else tensor for tensor in found]
+
+
+def _signed(word: int) -> int:
+    """The same 32 bits as an int32, so that an argument has one type whatever its value."""
+    return word - (1 << 32) if word >= 1 << 31 else word
 
 
 def _launch(name: str, tensors: tuple[Tensor, ...], scalars: AdamWScalars) -> None:
@@ -59,6 +102,6 @@ def _launch(name: str, tensors: tuple[Tensor, ...], scalars: AdamWScalars) -> No
 
 @functools.cache
 def _kernels() -> dict[str, Any]:
-    from layerferry.optim import triton_adamw
+    from layerferry.optim import triton_adamw, triton_formats
 
-    return {"split": triton_adamw.adamw_split, "fp32": triton_adamw.adamw_fp32}
+    return {"split": triton_adamw.adamw_split, "fp32": triton_adamw.adamw_fp32, "update": triton_formats.update}

@@ -22,6 +22,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -86,6 +87,19 @@ class Operands:
     second: Moment | None = None
     start: int = 0
     """Place of the first element in its section: what random numbers are counted by."""
+
+
+NUMBERS = 9
+"""The most that a rule has."""
+MASTERS = (torch.float32, torch.int16, torch.int8, None)
+"""In the order of ``enum Master`` in ``native/formats.cpp``: see ``kept_bits``."""
+
+
+def kept_bits(operands: Operands) -> torch.dtype | None:
+    """What makes the master: fp32 in one piece, the residue's type, None for bf16 alone."""
+    weight, residue = operands.weight, operands.residue
+    assert weight.dtype == torch.bfloat16 or (weight.dtype == torch.float32 and residue is None)
+    return torch.float32 if weight.dtype == torch.float32 else None if residue is None else residue.dtype
 
 
 class Kernels(Protocol):

@@ -14,14 +14,9 @@ import torch
 from torch import Tensor
 
 from layerferry.layout import BLOCK_ELEMENTS
-from layerferry.optim.kernels import AdamWScalars, Moment, Operands
+from layerferry.optim.kernels import MASTERS, NUMBERS, AdamWScalars, Moment, Operands, kept_bits
 from layerferry.optim.rounding import Rounding
 from layerferry.optim.rules import RULES, Rule
-
-NUMBERS = 9
-"""The most that a rule has."""
-MASTERS = (torch.float32, torch.int16, torch.int8, None)
-"""``enum Master`` of ``native/formats.cpp``: the residue's type, or fp32 for a master in one piece, None for bf16 alone."""
 
 
 class NativeKernels:
@@ -107,8 +102,6 @@ def _update(rule: Rule, operands: Operands, rounding: Rounding) -> _Update:
     """The struct, after checking what C++ cannot."""
     weight, residue, grad, count = operands.weight, operands.residue, operands.grad, operands.weight.numel()
     assert count % BLOCK_ELEMENTS == 0 and operands.start % BLOCK_ELEMENTS == 0, "whole blocks"
-    assert weight.dtype == torch.bfloat16 or (weight.dtype == torch.float32 and residue is None)
-    kept = torch.float32 if weight.dtype == torch.float32 else None if residue is None else residue.dtype
     return _Update(
         weight=_address(weight, weight.dtype, count),
         residue=None if residue is None else _address(residue, residue.dtype, count),
@@ -120,7 +113,7 @@ def _update(rule: Rule, operands: Operands, rounding: Rounding) -> _Update:
         key_low=rounding.key_low,
         key_high=rounding.key_high,
         rule=RULES.index(type(rule)),
-        master=MASTERS.index(kept),
+        master=MASTERS.index(kept_bits(operands)),
         grad_is_fp32=grad.dtype == torch.float32,
         numbers=(ctypes.c_float * NUMBERS)(*astuple(rule)),
     )

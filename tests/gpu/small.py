@@ -8,7 +8,7 @@ import torch
 
 import layerferry
 from layerferry.backends.cuda import CudaBackend
-from layerferry.config import Config, ModelConfig, TrainConfig
+from layerferry.config import Config, ModelConfig, OptimConfig, TrainConfig
 from layerferry.engine.batch import MicroBatch
 from layerferry.engine.engine import Engine
 from layerferry.layout import GRAD
@@ -53,8 +53,8 @@ def batches(count: int = 3, rows: int = 4, tokens: int = 128, seed: int = 0) -> 
     return found
 
 
-def engine_of(model: Any, plan: Plan) -> Engine:
-    config = Config(model=ModelConfig(model_name_or_path="live"), train=TrainConfig(fp32=plan.fp32))
+def engine_of(model: Any, plan: Plan, *, optim: OptimConfig | None = None) -> Engine:
+    config = Config(model=ModelConfig(model_name_or_path="live"), optim=optim or OptimConfig(), train=TrainConfig(fp32=plan.fp32))
     return layerferry.load(model, config=config, plan=plan, backend=CudaBackend())
 
 

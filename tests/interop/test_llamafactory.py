@@ -113,18 +113,9 @@ SGD = "model_name_or_path: m\nfinetuning_type: full\noptim: sgd\n"
         ("model_name_or_path: m\nfinetuning_type: full\n", r"run.yaml: dataset: missing"),
         ("fp16: true\n", r"run.yaml:1: fp16: True is not supported: .*bf16: true"),
         ("optim: galore_adamw\n", r"run.yaml:1: optim: 'galore_adamw' is not supported"),
-        (
-            "model_name_or_path: m\nfinetuning_type: full\noptim: sgd\noptim_args: nesterov=true\n",
-            r"run.yaml:4: optim_args: expected momentum=0.9",
-        ),
-        (
-            "model_name_or_path: m\nfinetuning_type: full\noptim: adamw_torch\noptim_args: momentum=0.9\n",
-            r"run.yaml:4: optim_args: expected momentum=0.9",
-        ),
-        (
-            "model_name_or_path: m\nfinetuning_type: full\noptim: sgd\noptim_args: momentum=much\n",
-            r"run.yaml:4: optim_args: expected a number",
-        ),
+        (SGD + "optim_args: nesterov=true\n", r"run.yaml:4: optim_args: expected momentum=0.9"),
+        (SGD.replace("sgd", "adamw_torch") + "optim_args: momentum=0.9\n", r"run.yaml:4: optim_args: expected momentum=0.9"),
+        (SGD + "optim_args: momentum=much\n", r"run.yaml:4: optim_args: expected a number"),
         ("master_weights: int8\n", r"run.yaml:1: master_weights: 'int8' is not supported: auto, fp32, 24bit, bf16"),
         ("quantization_bit: 4\n", r"run.yaml:1: quantization_bit: 4 is not supported"),
         ("save_safetensors: false\n", r"run.yaml:1: save_safetensors: False is not supported"),

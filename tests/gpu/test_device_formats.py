@@ -1,0 +1,70 @@
+"""The device's pass over any format gives the bits of the CPU's, and units in every format may live anywhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from layerferry.backends.cuda import device_count
+from layerferry.config import OptimConfig
+from layerferry.optim.device_kernels import TritonKernels, device_kernels
+from layerferry.optim.kernels import Moment, Operands
+from layerferry.optim.reference import ReferenceKernels
+from layerferry.plan import Plan
+from tests.gpu.small import batches, engine_of, model_of
+from tests.optim.arrays import assert_same_bits, extreme, ordinary
+from tests.optim.format_arrays import FORMATS, left, operands, run
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="no CUDA device")]
+
+
+def there(given: Operands) -> Operands:
+    """Copies @device."""
+
+    def moved(moment: Moment | None) -> Moment | None:
+        if moment is None:
+            return None
+        return Moment(values=moment.values.cuda(), exponents=None if moment.exponents is None else moment.exponents.cuda())
+
+    return Operands(
+        weight=given.weight.cuda(),
+        residue=None if given.residue is None else given.residue.cuda(),
+        grad=given.grad.cuda(),
+        first=moved(given.first),
+        second=moved(given.second),
+        start=given.start,
+    )
+
+
+@pytest.mark.parametrize(("rule", "master", "moments"), FORMATS)
+@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
+def test_the_same_bits_as_the_cpu(rule: str, master: str, moments: str, grad_dtype: torch.dtype) -> None:
+    assert isinstance(device_kernels(), TritonKernels)
+    for arrays in (ordinary(128 * 701), extreme(128 * 37)):
+        here = operands(arrays, rule, master, moments, grad_dtype=grad_dtype, start=1280)
+        device = there(here)
+        expected = run(ReferenceKernels(), here, rule, 5)
+        run(device_kernels(), device, rule, 5)
+        assert_same_bits({name: plane.cpu() for name, plane in left(device).items()}, expected)
+
+
+@pytest.mark.parametrize(
+    "optim",
+    [{"optim": "adamw_8bit"}, {"master_weights": "bf16"}, {"optim": "lion_8bit"}, {"optim": "sgd", "momentum": 0.9}],
+    ids=str,
+)
+def test_units_may_live_on_the_device_without_changing_a_bit(optim: dict[str, object]) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = []
+        for home in ((), (0, 2, 3), tuple(range(7))):
+            plan = Plan(num_slots=2, on_device=home)
+            engine = engine_of(model_of("llama", torch.bfloat16), plan, optim=OptimConfig(**optim))  # type: ignore[arg-type]
+            for number in range(3):
+                engine.step(batches(seed=number), lr=1e-3)
+            engine.settle()
+            found.append([engine.store.master(u, e).cpu() for u in engine.store.units for e in u.layout.entries])
+            engine.close()
+        assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found, strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
