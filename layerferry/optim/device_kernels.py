@@ -1,7 +1,7 @@
 """Updates of planes that live on a CUDA device: one pass in Triton, the same bits as the CPU's.
 
-The operations are those of ``kernels.py`` and ``rules.py`` in the same order, each rounded once: fused multiply-add is off for the
-launch, square root and division are the correctly rounded ones. So a unit may be moved between host and device without
+The operations are those of ``kernels.py`` and ``rules.py`` in the same order, each rounded once: fused multiply-add is off for
+the launch, square root and division are the correctly rounded ones. So a unit may be moved between host and device without
 changing a run. Where Triton is missing the torch reference serves. Checked by ``tests/gpu/test_device_adamw.py`` and
 ``test_device_formats.py`` against the CPU kernels, bit for bit.
 """
