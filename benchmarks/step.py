@@ -61,6 +61,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--home", type=int, default=0, help="units, from the embedding on, that live on the device")
     parser.add_argument("--resident-gradients", type=int, default=0)
     parser.add_argument("--chunk-tokens", type=int, default=8192)
+    parser.add_argument("--optim", default="adamw_torch", help="optimizer format: adamw_8bit, lion_8bit ...")
+    parser.add_argument("--master-weights", default="auto", help="fp32, 24bit or bf16; auto: what the format likes")
     parser.add_argument("--threads", type=int, default=0, help="optimizer threads; 0: cores - 2")
     parser.add_argument("--settle", type=int, default=0, help="1: every step waits for its own updates (an ablation)")
     parser.add_argument("--steps", type=int, default=5, help="counted steps, after the warm-up")
@@ -116,7 +118,7 @@ def plan_of(args: argparse.Namespace, on_cuda: bool) -> Plan:
 def config_for(args: argparse.Namespace, folder: str) -> Config:
     return Config(
         model=ModelConfig(model_name_or_path=folder, train_from_scratch=True),
-        optim=OptimConfig(weight_decay=0.01),
+        optim=OptimConfig(weight_decay=0.01, optim=args.optim, master_weights=args.master_weights),
         data=DataConfig(neat_packing=bool(args.sample_tokens)),
         train=TrainConfig(per_device_train_batch_size=args.rows),
         engine=EngineConfig(
@@ -216,6 +218,7 @@ def measure(engine: Engine, args: argparse.Namespace, resident: int) -> dict[str
         "vocab_size": engine.skeleton.vocab_size,
         "settled": bool(args.settle),
         "sample_tokens": args.sample_tokens or None,
+        "optim": args.optim,
     }
     return step_row(steps, own, backend, args)
 
@@ -229,7 +232,7 @@ def batches_for(engine: Engine, args: argparse.Namespace) -> list[MicroBatch]:
 
 def same_store(one: argparse.Namespace, other: argparse.Namespace) -> bool:
     """Whether the store of ``one`` serves ``other``: the same shape, units at home alike, and no planner to choose those."""
-    names = ("model", "layers", "width", "vocab", "home", "device", "auto")
+    names = ("model", "layers", "width", "vocab", "home", "device", "auto", "optim", "master_weights")
     return not one.auto and all(getattr(one, name) == getattr(other, name) for name in names)
 
 
