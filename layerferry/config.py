@@ -164,6 +164,8 @@ class EngineConfig:
     num_waves: int | None = None
     activation_budget: float | None = None
     """Share of the activations that is kept between forward and backward; 1.0 keeps all, 0.0 little more than inputs."""
+    host_inputs: int | None = None
+    """Layers, from the first on, whose inputs wait @host for their backward."""
     num_slots: int | None = None
     num_slabs: int | None = None
     compile: bool | None = None

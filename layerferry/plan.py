@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 GIB = float(2**30)
+FREE_BUDGET = 0.7
+"""The activation budget down to which a compiled layer loses no time (``planner/compute.py``: 624 and 629 TFLOP/s)."""
 
 
 def size_text(num_bytes: float) -> str:
@@ -88,6 +90,9 @@ class Plan:
     richer_layers: int = 0
     """The last so many layers keep ``richer_budget`` of their activations instead: what the device has left is used."""
     richer_budget: float = 1.0
+    host_inputs: int = 0
+    """The first so many layers keep nothing: their inputs wait @host, and the backward computes them again, with the graph of one
+    micro-batch at a time, whatever the budget of the others."""
     compile: bool = False
     chunk_tokens: int = 4096
     """Tokens whose logits exist at the same time."""
@@ -105,14 +110,23 @@ class Plan:
 
     def layer_budgets(self, num_layers: int) -> tuple[float, ...]:
         """Share of activations that each layer keeps, in layer order."""
-        richer = min(self.richer_layers, num_layers)
-        return (self.activation_budget,) * (num_layers - richer) + (self.richer_budget,) * richer
+        again = min(self.host_inputs, num_layers)
+        richer = min(self.richer_layers, num_layers - again)
+        own = (self.activation_budget,) * (num_layers - again - richer)
+        return (self.rebuilt_budget,) * again + own + (self.richer_budget,) * richer
+
+    @property
+    def rebuilt_budget(self) -> float:
+        """What the graph of a layer keeps that is computed again: what costs no time."""
+        return FREE_BUDGET if self.compile else 1.0
 
     @property
     def levels(self) -> tuple[Plan, ...]:
         """This plan for each budget in it, alike for all layers: what is measured and timed one by one."""
-        own = replace(self, richer_layers=0, richer_budget=1.0)
-        return (own, replace(own, activation_budget=self.richer_budget)) if self.richer_layers else (own,)
+        own = replace(self, richer_layers=0, richer_budget=1.0, host_inputs=0)
+        richer = (self.richer_budget,) if self.richer_layers else ()
+        again = (self.rebuilt_budget,) if self.host_inputs else ()
+        return tuple(replace(own, activation_budget=one) for one in dict.fromkeys((self.activation_budget, *richer, *again)))
 
     def total(self, place: str) -> int:
         """Predicted bytes at ``@host`` or ``@device``."""
@@ -133,6 +147,7 @@ class Plan:
                 "activation_budget",
                 "richer_layers",
                 "richer_budget",
+                "host_inputs",
                 "compile",
                 "chunk_tokens",
                 "optimizer_threads",

@@ -9,7 +9,8 @@ Checked by ``tests/engine/test_anomaly.py``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -31,11 +32,14 @@ class WatchfulTape(Tape):
     """A ``Tape`` that raises ``NonFinite``."""
 
     def forward(self, unit: Unit, micro_batch: int, template: Template, hidden: Tensor, call: LayerCall) -> Tensor:
-        where = f"micro-batch {micro_batch}"
-        _look(hidden, f"the input of {unit.name} (it comes from the embedding)", where)
-        output = super().forward(unit, micro_batch, template, hidden, call)
-        _look(output, f"the output of {unit.name}", where)
-        return output
+        with _looking(unit, micro_batch, hidden) as seen:
+            seen.append(super().forward(unit, micro_batch, template, hidden, call))
+        return seen[0]
+
+    def pass_on(self, unit: Unit, micro_batch: int, template: Template, hidden: Tensor, call: LayerCall) -> Tensor:
+        with _looking(unit, micro_batch, hidden) as seen:
+            seen.append(super().pass_on(unit, micro_batch, template, hidden, call))
+        return seen[0]
 
     def backward(
         self,
@@ -62,6 +66,16 @@ def check_norms(engine: Engine, loss: float) -> None:
         if not math.isfinite(norm):
             raise NonFinite(f"the gradient of {unit.name} is not finite: its norm is {norm:g}")
     raise NonFinite(f"the loss is not finite ({loss:g}), or the norms' sum overflows")
+
+
+@contextmanager
+def _looking(unit: Unit, micro_batch: int, hidden: Tensor) -> Iterator[list[Tensor]]:
+    """Looks at a layer's input, and on leaving at the output that was put into the list."""
+    where = f"micro-batch {micro_batch}"
+    _look(hidden, f"the input of {unit.name} (it comes from the embedding)", where)
+    seen: list[Tensor] = []
+    yield seen
+    _look(seen[0], f"the output of {unit.name}", where)
 
 
 def _look(values: Tensor, what: str, where: str) -> None:

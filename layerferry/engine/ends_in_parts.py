@@ -84,7 +84,7 @@ class EmbeddingParts:
                     self.backend.seed(seed_of(wave.step_seed, self.unit.index, number))
                     tap = ServedTap(parameters, given.input_ids, list(zip(tables, own, strict=True)))
                     hidden, calls = self.skeleton.prologue(given, tap)
-                    passes.append(Pass(micro_batch, number, hidden.detach(), calls, tap.look_ups, hidden))
+                    passes.append(Pass.of(micro_batch, number, hidden, calls, tap.look_ups))
         names = {id(table): name for table, name in zip(tables, self.unit.tables, strict=True)}
         return passes, BoundTables(parameters, names)
 
@@ -148,11 +148,10 @@ class EmbeddingParts:
 
     def _prologue_backward(self, run: Pass, bound: BoundTables, sums: Plane) -> list[tuple[LookUp, Tensor]]:
         """Adds the gradients of what is no table; gives those of the look-ups."""
-        assert run.first is not None and run.gradient is not None
-        outputs = [(run.first, run.gradient), *run.sides.sums.values()]
-        live = [(tensor, gradient) for tensor, gradient in outputs if tensor.requires_grad]
+        outputs, gradients = run.down_the_prologue()
         leaves = [*(look_up.leaf for look_up in run.look_ups), *bound.parameters]
-        found = gradients_of([tensor for tensor, _ in live], leaves, [gradient for _, gradient in live])
+        found = gradients_of(outputs, leaves, gradients)
+        del gradients
         add_gradients(sums, found[len(run.look_ups) :])
         for look_up, own in zip(run.look_ups, found, strict=False):
             if own is not None and id(look_up.table) not in bound.names:
@@ -217,6 +216,7 @@ class HeadParts:
                     for run, own in zip(passes, tokens, strict=True):
                         self._seed(wave.step_seed, run)
                         run.gradient = way.finish(head, run.hidden, own)
+                        run.leave_head()
         return loss
 
     def evaluate(self, passes: Sequence[Pass], objective: Objective) -> list[Tensor]:

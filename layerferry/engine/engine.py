@@ -27,11 +27,12 @@ from layerferry.engine.drain import Drain
 from layerferry.engine.ends_in_parts import EmbeddingParts, HeadParts, refuse_undividable, refuse_whole_logits
 from layerferry.engine.feed import Feed
 from layerferry.engine.isolation import IsolationCheck
+from layerferry.engine.kept import KeptInputs
 from layerferry.engine.pools import slab_pools, slot_pools
 from layerferry.engine.pretrained import ModelFolder
 from layerferry.engine.randomness import seed_of
 from layerferry.engine.router_loss import RouterLoss
-from layerferry.engine.sizes import device_sizes, pieces_of
+from layerferry.engine.sizes import PADDING, device_sizes, input_sizes, pieces_of
 from layerferry.engine.sweep import Sweep
 from layerferry.engine.tape import Tape, rebuilt
 from layerferry.engine.templates import Templates
@@ -44,9 +45,6 @@ from layerferry.optim.base import Optimizer, StepHyper
 from layerferry.plan import Plan
 from layerferry.store.store import Store
 from layerferry.units import Unit
-
-PADDING = 8
-"""Rows are padded to a multiple of this many tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +115,11 @@ class Engine:
         lanes = (skeleton, backend, self.feed, self.drain)
         first, last = (pieces_of(unit, plan) for unit in (skeleton.prologue_unit, skeleton.epilogue_unit))
         self._head_parts = HeadParts.of(*lanes, plan.chunk_tokens, last)
+        if plan.host_inputs and not plan.row_tokens:
+            raise PlanError("host_inputs: inputs can only be kept @host where the plan says how long a row is: set row_tokens")
+        self.kept = KeptInputs(backend, self.clock, input_sizes(plan, skeleton.boundary))
         self._sweep = Sweep(
-            *lanes, templates, plan.chunk_tokens, IsolationCheck(), EmbeddingParts.of(*lanes, first), self._head_parts
+            *lanes, self.kept, templates, plan.chunk_tokens, IsolationCheck(), EmbeddingParts.of(*lanes, first), self._head_parts
         )
         self._rebuilt = rebuilt(skeleton.layer_units, plan)
         self._audited = False
@@ -132,7 +133,7 @@ class Engine:
         assert plan.on_device == self.plan.on_device and plan.fp32 == self.plan.fp32, "planes do not move"
         self.settle()
         self.backend.synchronize()
-        del self.feed, self.drain, self._sweep, self._head_parts, self._slots
+        del self.feed, self.drain, self.kept, self._sweep, self._head_parts, self._slots
         gc.collect()
         self.backend.drop_workspaces()
         self._allocate(plan)
@@ -140,8 +141,8 @@ class Engine:
     @property
     def moved_bytes(self) -> int:
         """Bytes that have crossed the link; for other threads, which may look while ``replan`` exchanges the buffers."""
-        feed, drain = getattr(self, "feed", None), getattr(self, "drain", None)
-        return 0 if feed is None or drain is None else feed.uploaded_bytes + drain.drained_bytes
+        feed, drain, kept = (getattr(self, name, None) for name in ("feed", "drain", "kept"))
+        return 0 if feed is None or drain is None or kept is None else _moved(feed, drain, kept)
 
     # ---------------------------------------------------------------- training
 
@@ -254,6 +255,10 @@ class Engine:
     @property
     def num_params(self) -> int:
         return self.store.num_params
+
+
+def _moved(feed: Feed, drain: Drain, kept: KeptInputs) -> int:
+    return feed.uploaded_bytes + drain.drained_bytes + kept.moved_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,17 +7,23 @@ declares without gradient) are left out, and their spans stay zero.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from layerferry.layout import Plane
 
 
-def gradients_of(outputs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """dL/d(inputs) for dL/d(outputs) = ``gradients`` (None: an output that is the loss); None where there is no path."""
+def gradients_of(
+    outputs: Sequence[Tensor | GradientEdge], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """dL/d(inputs) for dL/d(outputs) = ``gradients`` (None: an output that is the loss); None where there is no path. An edge
+    stands for an output whose values are gone."""
     asked = [tensor for tensor in inputs if tensor.requires_grad]
-    found = iter(torch.autograd.grad(list(outputs), asked, list(gradients), allow_unused=True))
+    edges: list[Any] = list(outputs)  # tensors and edges may be mixed, which its annotation does not say
+    found = iter(torch.autograd.grad(edges, asked, list(gradients), allow_unused=True))
     return [next(found) if tensor.requires_grad else None for tensor in inputs]
 
 

@@ -1,4 +1,5 @@
-"""Bytes of slots, slabs and accumulators: what the engine allocates, and what the planner counts. One function for both."""
+"""Bytes of slots, slabs, accumulators and kept inputs: what the engine allocates, and what the planner counts. One function
+for both."""
 
 from __future__ import annotations
 
@@ -11,6 +12,13 @@ from layerferry.units import Piece, Unit, divide
 
 PART_BUFFERS = 2
 """Slots, slabs and landings of each kind where the ends travel in parts: one is used while the next is under way."""
+
+PADDING = 8
+"""Rows are padded to a multiple of this many tokens."""
+LEAVING = 2
+"""Inputs on their way to the host, at most: each is held @device until it is there."""
+LANDINGS = 2
+"""Device buffers that inputs come back into: one is used while the next arrives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +66,35 @@ def device_sizes(units: Sequence[Unit], plan: Plan, specs: Mapping[str, PlaneSpe
             num_landings=(2 if kind else of_ends) if carried and travelling else 0,
         )
     return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class InputSizes:
+    """Kept inputs @host: the first ``num_layers`` layers', for every micro-batch of a wave."""
+
+    num_layers: int
+    num_micro_batches: int
+    input_bytes: int
+
+    @property
+    def host_bytes(self) -> int:
+        return self.num_layers * self.num_micro_batches * self.input_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        return LANDINGS * self.input_bytes if self.num_layers else 0
+
+
+def input_sizes(plan: Plan, boundary: int) -> InputSizes:
+    """``boundary``: bytes of one token's hidden states."""
+    if not plan.host_inputs:
+        return InputSizes(0, 0, 0)
+    rows = min(plan.micro_batch_rows, plan.rows_per_step)
+    tokens = rows * -(-plan.row_tokens // PADDING) * PADDING
+    return InputSizes(plan.host_inputs, micro_batches_of_wave(plan, plan.rows_per_step), tokens * boundary)
+
+
+def micro_batches_of_wave(plan: Plan, rows_per_step: int) -> int:
+    """Micro-batches of the largest wave, as the engine cuts them."""
+    micro_batches = -(-rows_per_step // plan.micro_batch_rows)
+    return -(-micro_batches // min(plan.num_waves, micro_batches))

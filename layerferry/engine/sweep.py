@@ -1,8 +1,9 @@
 """One wave: all its micro-batches go up through the units together, and their gradients come down.
 
-This file is the schedule. Weights arrive (``feed``), graphs stay (``tape``), gradients leave (``drain``); there is no
-stream, no event and no counter of slots here. Every unit is fed once on the way up and once on the way down, whatever the
-number of micro-batches, and each gradient is summed in fp32 on the device before it travels.
+This file is the schedule. Weights arrive (``feed``), graphs stay (``tape``) or inputs go to the host and come back (``kept``),
+gradients leave (``drain``); there is no stream, no event and no counter of slots here. Every unit is fed once on the way up
+and once on the way down, whatever the number of micro-batches, and each gradient is summed in fp32 on the device before it
+travels.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from layerferry.engine.ends_in_parts import BoundTables, EmbeddingParts, HeadPar
 from layerferry.engine.feed import Feed, Slot
 from layerferry.engine.gradients import add_gradients, gradients_of
 from layerferry.engine.isolation import IsolationCheck
+from layerferry.engine.kept import KeptInputs
 from layerferry.engine.randomness import seed_of
 from layerferry.engine.router_loss import RouterLoss
 from layerferry.engine.tape import Tape
@@ -30,6 +32,7 @@ from layerferry.layout import WEIGHT_PLANE, Plane
 from layerferry.models.embedding import EmbeddingTap
 from layerferry.models.inputs import Inputs
 from layerferry.models.skeleton import Skeleton
+from layerferry.models.template import Template
 from layerferry.models.varlen import boundaries
 from layerferry.objectives.base import Head, Objective
 from layerferry.units import Piece, Unit
@@ -43,6 +46,7 @@ class Sweep:
     backend: Backend
     feed: Feed
     drain: Drain
+    kept: KeptInputs
     templates: Templates
     chunk_tokens: int
     isolation: IsolationCheck
@@ -57,6 +61,7 @@ class Sweep:
         so that the sum does not depend on the waves."""
         skeleton, tape = self.skeleton, wave.tape
         layers = skeleton.layer_units
+        self.kept.begin([number for number, _ in wave.micro_batches])
         embedding, head = self.embedding_parts, self.head_parts
         first = [skeleton.prologue_unit] if embedding is None else embedding.upwards
         self.feed.expect(
@@ -69,6 +74,7 @@ class Sweep:
             self.feed.expect([first[-1]])
         for index, unit in enumerate(layers):
             self._layer_forward(unit, index, passes, wave)
+        self.kept.expect()
         tied = skeleton.epilogue_unit is skeleton.prologue_unit
         if wave.carry:
             self.drain.expect(self._downwards(tied=tied))
@@ -105,7 +111,7 @@ class Sweep:
                 self.backend.seed(seed_of(wave.step_seed, unit.index, number))
                 tap = EmbeddingTap(parameters)
                 hidden, calls = self.skeleton.prologue(self._inputs(micro_batch), tap)
-                passes.append(Pass(micro_batch, number, hidden.detach(), calls, tap.look_ups, hidden))
+                passes.append(Pass.of(micro_batch, number, hidden, calls, tap.look_ups))
         return passes, parameters
 
     def _layer_forward(self, unit: Unit, index: int, passes: Sequence[Pass], wave: Wave) -> None:
@@ -115,8 +121,12 @@ class Sweep:
                 if run.micro_batch.isolated:
                     with wave.tape.resolving(unit, slot):
                         self.isolation.check(template, self.skeleton.keys[index], run.micro_batch, run.hidden, run.calls[index])
+                run_layer = wave.tape.forward
+                if self.kept.travels(index):
+                    self.kept.send(unit, index, run.number, run.hidden)
+                    run_layer = wave.tape.pass_on
                 self.backend.seed(seed_of(wave.step_seed, unit.index, run.number))
-                run.hidden = wave.tape.forward(unit, run.number, template, run.hidden, run.calls[index])
+                run.hidden = run_layer(unit, run.number, template, run.hidden, run.calls[index])
 
     def _head(self, passes: Sequence[Pass], wave: Wave, accumulator: Plane | None, loss: Tensor) -> Tensor:
         if self.head_parts is not None:
@@ -127,6 +137,7 @@ class Sweep:
             for run in passes:
                 self.backend.seed(seed_of(wave.step_seed, len(self.skeleton.units), run.number))
                 share, run.gradient = wave.objective.step(head, run.hidden, run.micro_batch, wave.denominator)
+                run.leave_head()
                 balance = self._balance(run, wave)
                 loss = loss + (share if balance is None else share + balance)
         return loss
@@ -154,7 +165,20 @@ class Sweep:
             for run in passes:
                 assert run.gradient is not None
                 gradients = [run.gradient, *run.router_gradients.get(unit.index, ())]
-                run.gradient = wave.tape.backward(unit, run.number, template, gradients, accumulator, run.sides)
+                with self._graph(unit, index, run, template, slot, wave):
+                    run.gradient = wave.tape.backward(unit, run.number, template, gradients, accumulator, run.sides)
+
+    @contextmanager
+    def _graph(self, unit: Unit, index: int, run: Pass, template: Template, slot: Slot, wave: Wave) -> Iterator[None]:
+        """Inside, the tape has the layer's graph: since the forward, or made again from the input that comes back."""
+        if not self.kept.travels(index):
+            yield
+            return
+        with self.kept.bring_back(index, run.number) as hidden:
+            self.backend.seed(seed_of(wave.step_seed, unit.index, run.number))
+            with wave.tape.record(unit, slot):
+                wave.tape.run_again(unit, run.number, template, hidden, run.calls[index])
+            yield
 
     def _prologue_backward(
         self,
@@ -170,12 +194,9 @@ class Sweep:
                 slot = weights.enter_context(self.feed(unit))
                 weights.enter_context(tape.resolving(unit, slot))
             for run in passes:
-                assert run.first is not None and run.gradient is not None
-                outputs = [(run.first, run.gradient), *run.sides.sums.values()]
-                live = [(tensor, gradient) for tensor, gradient in outputs if tensor.requires_grad]
+                outputs, gradients = run.down_the_prologue()
                 leaves = [*(look_up.leaf for look_up in run.look_ups), *parameters]
-                tensors, gradients = [t for t, _ in live], [g for _, g in live]
-                found = gradients_of(tensors, leaves, gradients)
+                found = gradients_of(outputs, leaves, gradients)
                 for look_up, own in zip(run.look_ups, found, strict=False):
                     if own is not None:
                         target = next(e for e, p in zip(unit.layout.entries, parameters, strict=True) if p is look_up.table)

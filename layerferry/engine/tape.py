@@ -4,7 +4,8 @@ Each (unit, micro-batch) keeps its own autograd graph. While it is recorded, a s
 lives in the slot by a ``Handle`` (unit, dtype, offset, size, stride); the backward resolves handles against whichever slot
 holds the unit by then. So a streamed layer needs no second forward. What else a graph keeps is the choice of ``apply``:
 everything, or little more than the inputs (``torch.utils.checkpoint`` under the same hook, whose recomputation runs with
-the template of the slot that the *backward* was given).
+the template of the slot that the *backward* was given). A layer whose input travels to the host (``kept.py``) leaves no graph
+at all (``pass_on``); its graph is made again, with the same numbers, right before its backward (``run_again``).
 
 The hooks switch autograd's version check off, so nothing else notices an overwritten kept tensor: conformance runs with NaN
 on release and the backward in another slot than the forward. Gradients are asked for with ``torch.autograd.grad`` and added
@@ -100,6 +101,7 @@ class Tape:
         self._home = {slot.buffer.untyped_storage().data_ptr(): slot for slot in slots}
         self._bound: dict[int, Tensor] = {}
         self._graphs: dict[tuple[int, int], Graph] = {}
+        self._passed_on: dict[tuple[int, int], list[Tensor]] = {}  # router logits of layers without graph
         self.num_handles: dict[int, int] = {}
 
     @contextmanager
@@ -111,7 +113,8 @@ class Tape:
             storage = tensor.untyped_storage().data_ptr()
             if storage != own:
                 assert storage not in self._home or not tensor.numel(), "a saved tensor lives in another unit's slot"
-                return tensor
+                # TRAP: a node that saves its own output would own itself, and a dropped graph stay (tests/engine/test_tape.py)
+                return tensor.detach()
             self.num_handles[unit.index] = self.num_handles.get(unit.index, 0) + 1
             return Handle(unit.index, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
@@ -135,20 +138,38 @@ class Tape:
 
     def forward(self, unit: Unit, micro_batch: int, template: Template, hidden: Tensor, call: LayerCall) -> Tensor:
         """Run one layer on one micro-batch, inside ``record``; returns its hidden states [B, T, D] without graph."""
+        graph = self._graph(unit, template, hidden, call, checkpointed=unit.index in self._rebuilt)
+        self._graphs[unit.index, micro_batch] = graph
+        return graph.outputs[0].detach()
+
+    def pass_on(self, unit: Unit, micro_batch: int, template: Template, hidden: Tensor, call: LayerCall) -> Tensor:
+        """``forward`` of a layer that ``run_again`` will run again: the same numbers, and nothing stays but router logits."""
+        graph = self._graph(unit, template, hidden, call, checkpointed=False)
+        self._passed_on[unit.index, micro_batch] = [logits.detach() for logits in graph.outputs[1:]]
+        template.routed.clear()  # they hold the graph
+        return graph.outputs[0].detach()
+
+    def run_again(self, unit: Unit, micro_batch: int, template: Template, hidden: Tensor, call: LayerCall) -> None:
+        """The graph of a layer that was passed on, for the backward that follows at once."""
+        self._graphs[unit.index, micro_batch] = self._graph(unit, template, hidden, call, checkpointed=False)
+
+    def _graph(self, unit: Unit, template: Template, hidden: Tensor, call: LayerCall, *, checkpointed: bool) -> Graph:
         leaf = hidden.detach().requires_grad_(True)
         sides: list[tuple[Tensor, Tensor]] = []
         args = _as_leaves(call.args, sides)
         kwargs = _as_leaves(call.kwargs, sides)
         apply = Apply(template, call)
-        run = functools.partial(checkpoint, apply, use_reentrant=False) if unit.index in self._rebuilt else apply
+        run = functools.partial(checkpoint, apply, use_reentrant=False) if checkpointed else apply
         outputs: tuple[Tensor, ...] = run(leaf, args, kwargs)
         if self._audit:
             _audit(unit, outputs, [leaf, *(own for _, own in sides), *template.parameters])
-        self._graphs[unit.index, micro_batch] = Graph(leaf, outputs, sides, template.parameters, apply)
-        return outputs[0].detach()
+        return Graph(leaf, outputs, sides, template.parameters, apply)
 
     def routed(self, unit: Unit, micro_batch: int) -> list[Tensor]:
-        """Router logits that a recorded layer gave besides its hidden states, without graph."""
+        """Router logits that a layer gave besides its hidden states, without graph; once, where it was passed on."""
+        passed_on = self._passed_on.pop((unit.index, micro_batch), None)
+        if passed_on is not None:
+            return passed_on
         return [logits.detach() for logits in self._graphs[unit.index, micro_batch].outputs[1:]]
 
     def backward(

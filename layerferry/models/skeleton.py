@@ -243,6 +243,11 @@ class Skeleton:
         index, own = self.buffer_names[name]
         return self.model.get_buffer(own) if index is None else self.buffers[index][own]
 
+    @property
+    def boundary(self) -> int:
+        """Bytes of one token's hidden states, in the weights' dtype."""
+        return self.hidden_size * self._compute_dtype().itemsize
+
     def _compute_dtype(self) -> torch.dtype:
         first: nn.Parameter = next(iter(self.model.parameters()))
         return first.dtype

@@ -7,11 +7,13 @@ at home are always the first ones of the model, so what they weigh is a running 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
+from layerferry.engine.sizes import InputSizes, input_sizes
 from layerferry.layout import FP32_PLANE, GRAD, WEIGHT, PlaneSpec
 from layerferry.plan import Plan
 from layerferry.planner import compute
@@ -22,7 +24,8 @@ from layerferry.planner.time import layer_uploads, waves_of
 
 class Choice(NamedTuple):
     """The fields of a plan that are searched for. ``Books.furnished`` counts what fills the device: ``home`` units at home and
-    ``richer`` layers that keep ``richer_budget`` (0.0: none may), the one or the other first."""
+    ``richer`` layers that keep ``richer_budget`` (0.0: none may), the one or the other first. ``inputs``: layers whose inputs
+    are @host."""
 
     rows: int
     waves: int
@@ -36,6 +39,7 @@ class Choice(NamedTuple):
     richer_first: bool = False
     home: int = 0
     richer: int = 0
+    inputs: int = 0
 
     def on(self, base: Plan) -> Plan:
         """``base`` with this choice, without bytes and seconds."""
@@ -52,6 +56,7 @@ class Choice(NamedTuple):
             resident_gradients=self.resident,
             carry_fp32=self.carry,
             on_device=tuple(range(self.home)),
+            host_inputs=self.inputs,
         )
 
 
@@ -82,19 +87,19 @@ class Books:
         self._weights = {carry: _Weights(question, specs) for carry, specs in self._specs.items()}
         self._units = len(question.model.units)
         self._device, self._host = device_budget(question.machine), host_budget(question.machine)
-        self._working: dict[tuple[int, float, int, float], Working] = {}
-        self._activations: dict[tuple[int, int, float, int, bool, float, int], int] = {}
+        self._working: dict[tuple[int, float, int, float, bool], Working] = {}
+        self._activations: dict[tuple[int, int, float, int, bool, float, int, int], int] = {}
         self._buffers: dict[tuple[int, int, int, bool, bool, bool], int] = {}
-        self._paces: dict[tuple[int, float, int, float, int], tuple[float, float]] = {}
+        self._paces: dict[tuple[int, float, int, float, int, int], tuple[float, float]] = {}
+        self._inputs: dict[tuple[int, int, int], InputSizes] = {}
         self._largest_wave: dict[tuple[int, int], tuple[float, int]] = {}
-        self._fewest = {carry: self._fewest_at_home(weights) for carry, weights in self._weights.items()}
 
-    def _fewest_at_home(self, weights: _Weights) -> int:
+    def _fewest_at_home(self, choice: Choice) -> int:
         """Units that must live @device because the host has no room for all."""
         if self._question.machine.is_cpu:
             return 0
-        total = weights.planes[-1]
-        return next((home for home, gone in enumerate(weights.planes) if total - gone <= self._host), self._units)
+        planes = self._weights[choice.carry].planes
+        return min(bisect_left(planes, planes[-1] + self._inputs_of(choice).host_bytes - self._host), self._units)
 
     # ---------------------------------------------------------------- bytes
 
@@ -102,7 +107,7 @@ class Books:
         """``choice`` with as many units at home, and as many layers that keep more, as fit, and the bytes that are short (0: it
         fits)."""
         if choice.richer_first:
-            choice = self._richer(self._with(choice, self._fewest[choice.carry]))
+            choice = self._richer(self._with(choice, self._fewest_at_home(choice)))
         choice, short = self._at_home(choice)
         return (choice if short or choice.richer_first else self._richer(choice)), short
 
@@ -110,17 +115,35 @@ class Books:
         """``choice`` with as many layers that keep ``richer_budget`` as fit; what is short already stays so."""
         if not choice.richer_budget:
             return choice
-        low, high = 0, self._question.model.num_layers
+        pinned = choice.inputs if "host_inputs" in self._question.pins else 0
+        low, high = 0, self._question.model.num_layers - pinned
         while low < high:
             middle = (low + high + 1) // 2
-            if self.short(choice._replace(richer=middle)):
+            if self.short(self._keeping(choice, middle)):
                 high = middle - 1
             else:
                 low = middle
-        return choice._replace(richer=low)
+        return self._keeping(choice, low)
+
+    def _keeping(self, choice: Choice, richer: int) -> Choice:
+        """``choice`` with ``richer`` layers that keep more, whose inputs stay @device."""
+        return choice._replace(richer=richer, inputs=min(choice.inputs, self._question.model.num_layers - richer))
+
+    def filled(self, choice: Choice) -> Choice | None:
+        """``choice`` with the fewest inputs @host that let it fit; None where no number does."""
+        low, high = 1, self._question.model.num_layers
+        while low < high:
+            middle = (low + high) // 2
+            one = choice._replace(inputs=middle)
+            if self.short(self._with(one, self._fewest_at_home(one))):
+                low = middle + 1
+            else:
+                high = middle
+        found, short = self.furnished(choice._replace(inputs=low))
+        return None if short else found
 
     def _at_home(self, choice: Choice) -> tuple[Choice, int]:
-        fewest = self._fewest[choice.carry]
+        fewest = self._fewest_at_home(choice)
         least = self._with(choice, fewest)
         if self._question.machine.is_cpu:
             return least, self.short(least)
@@ -151,11 +174,20 @@ class Books:
 
     def host(self, choice: Choice) -> int:
         planes = self._weights[choice.carry].planes
-        return planes[-1] - planes[choice.home]
+        return planes[-1] - planes[choice.home] + self._inputs_of(choice).host_bytes
 
     def device(self, choice: Choice) -> int:
         """With the margin for estimates."""
-        return self._weights[choice.carry].at_home[choice.home] + self._buffers_of(choice) + self._activations_of(choice)
+        there = self._weights[choice.carry].at_home[choice.home] + self._inputs_of(choice).device_bytes
+        return there + self._buffers_of(choice) + self._activations_of(choice)
+
+    def _inputs_of(self, choice: Choice) -> InputSizes:
+        key = (choice.rows, choice.waves, choice.inputs)
+        if key not in self._inputs:
+            shape = self._question.shape
+            plan = choice.on(Plan(row_tokens=shape.row_tokens, rows_per_step=shape.rows_per_step))
+            self._inputs[key] = input_sizes(plan, self._question.model.boundary)
+        return self._inputs[key]
 
     def _buffers_of(self, choice: Choice) -> int:
         key = (choice.home, choice.slots, choice.slabs, choice.waves > 1, choice.resident, choice.carry)
@@ -166,10 +198,11 @@ class Books:
 
     def _activations_of(self, choice: Choice) -> int:
         several = choice.richer_budget if choice.richer else 0.0
-        key = (choice.rows, choice.waves, choice.budget, choice.chunk, choice.home == self._units, several, choice.richer)
+        own = (choice.rows, choice.waves, choice.budget, choice.chunk)
+        key = (*own, choice.home == self._units, several, choice.richer, choice.inputs)
         if key not in self._activations:
             question, plan = self._question, choice.on(Plan(compile=self._compiled, fp32=self._question.fp32))
-            of_micro_batch = (choice.rows, choice.budget, choice.chunk, several)
+            of_micro_batch = (choice.rows, choice.budget, choice.chunk, several, choice.inputs > 0)
             if of_micro_batch not in self._working:
                 self._working[of_micro_batch] = question.working(plan)
             table = activations(question.model, plan, question.shape, self._working[of_micro_batch])
@@ -192,8 +225,9 @@ class Books:
         layers = weights.layers[-1] - weights.layers[choice.home]
         uploads = layer_uploads(layers, choice.slots, rounds) / max(layers, 1)
         in_layers = (weights.weight[-1] - weights.weight[choice.home]) * layers / max(self._units - choice.home, 1)
-        upload = (uploads * in_layers * 0.5 + carried * grad) / machine.upload_bytes_per_s.value
-        download = (carried + 1) * grad / machine.download_bytes_per_s.value
+        inputs = choice.inputs * self._question.shape.tokens_per_step * self._question.model.boundary
+        upload = (uploads * in_layers * 0.5 + carried * grad + inputs) / machine.upload_bytes_per_s.value
+        download = ((carried + 1) * grad + inputs) / machine.download_bytes_per_s.value
         if machine.is_cpu:
             return work + optimizer
         home = compute.home_step_s(weights.params[choice.home], machine)
@@ -203,7 +237,7 @@ class Books:
 
     def _compute_of(self, choice: Choice) -> tuple[float, float]:
         """(all micro-batches, the forward of one through the layers)."""
-        key = (choice.rows, choice.budget, choice.chunk, choice.richer_budget, choice.richer)
+        key = (choice.rows, choice.budget, choice.chunk, choice.richer_budget, choice.richer, choice.inputs)
         if key not in self._paces:
             question, plan = self._question, choice.on(Plan(compile=self._compiled))
             pace = compute.pace(question.model, plan, question.shape, question.machine)

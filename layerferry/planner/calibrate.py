@@ -283,7 +283,7 @@ def _device(backend: Backend) -> str:
 def _read(path: Path) -> Working | None:
     try:
         found = json.loads(path.read_text())
-        return Working(**{**found, "layers": _layers(found["layers"]), "richer": _layers(found["richer"])})
+        return Working(**{**found, "layers": _layers(found["layers"]), "others": ()})  # a level is measured alone
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

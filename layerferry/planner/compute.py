@@ -58,10 +58,13 @@ class Pace:
 
 
 def layer_paces(model: Model, plan: Plan, shape: Shape, machine: Machine) -> list[tuple[float, float]]:
-    """(forward, backward) seconds of one micro-batch in every layer, each under its own budget."""
+    """(forward, backward) seconds of one micro-batch in every layer, each under its own budget; one that is computed again has a
+    second forward in its backward."""
     by_budget = {level.activation_budget: pace(model, level, shape, machine).layers for level in plan.levels}
     budgets = plan.layer_budgets(model.num_layers)
-    return [by_budget[budget][behaviour] for budget, behaviour in zip(budgets, model.behaviours, strict=True)]
+    paces = [by_budget[budget][behaviour] for budget, behaviour in zip(budgets, model.behaviours, strict=True)]
+    again, once = paces[: plan.host_inputs], paces[plan.host_inputs :]
+    return [*((forward, forward + backward) for forward, backward in again), *once]
 
 
 def pace(model: Model, plan: Plan, shape: Shape, machine: Machine) -> Pace:

@@ -17,6 +17,10 @@ layers, D hidden):
   come this layer's own transients, among them its parameters' gradients in one piece, before they are added to the
   accumulator;
 - a head @device rounds its sum at the end of that phase, through a copy;
+- layers whose inputs are @host (the first ones) keep nothing but router logits. Going up, the M micro-batches have one hidden
+  state each, and those on their way down (``LEAVING``) are held beside them; the last such layer's outputs are the next one's
+  inputs and stay, or are the head's and go with it. Going down, one micro-batch's whole graph is there with its transients,
+  beside the landings;
 - the prologue's backward and the drains' casts are smaller than any of these and are not counted.
 
 The total is the largest of the phases; ``items`` lists what is alive in that phase. Exact means: a test holds it equal to
@@ -26,11 +30,11 @@ and what the first, compiling step needs. Checked by ``tests/planner/test_memory
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from layerferry.engine.sizes import DeviceSizes, device_sizes
+from layerferry.engine.sizes import LEAVING, DeviceSizes, device_sizes, input_sizes, micro_batches_of_wave
 from layerferry.layout import FP32_PLANE, GRAD, RESIDUE, WEIGHT, PlaneSpec
 from layerferry.plan import Item, Plan
 from layerferry.planner.facts import Model
@@ -85,23 +89,25 @@ class Working:
     """Of the load-balancing loss by router logits: they wait for the layers' backward."""
     workspaces: int = 0
     measured: bool = False
-    richer: tuple[LayerBytes, ...] = ()
-    """The same of layers that keep more, by behaviour."""
+    others: tuple[tuple[LayerBytes, ...], ...] = ()
+    """``layers`` under the further budgets of ``Plan.levels``."""
 
-    def beside(self, richer: Working) -> Working:
-        """This one, for a plan whose last layers keep what ``richer`` does."""
+    def beside(self, others: Sequence[Working]) -> Working:
+        """This one, for a plan whose further levels keep what ``others`` do."""
         return replace(
             self,
-            richer=richer.layers,
-            head_peak=max(self.head_peak, richer.head_peak),
-            workspaces=max(self.workspaces, richer.workspaces),
-            measured=self.measured and richer.measured,
+            others=tuple(other.layers for other in others),
+            head_peak=max(self.head_peak, *(other.head_peak for other in others)),
+            workspaces=max(self.workspaces, *(other.workspaces for other in others)),
+            measured=self.measured and all(other.measured for other in others),
         )
 
     def of_layers(self, model: Model, plan: Plan) -> list[LayerBytes]:
         """In layer order."""
-        leaner = model.num_layers - plan.richer_layers
-        return [(self.layers if i < leaner else self.richer)[behaviour] for i, behaviour in enumerate(model.behaviours)]
+        levels = zip((level.activation_budget for level in plan.levels), (self.layers, *self.others), strict=True)
+        by_budget = dict(levels)
+        budgets = plan.layer_budgets(model.num_layers)
+        return [by_budget[budget][behaviour] for budget, behaviour in zip(budgets, model.behaviours, strict=True)]
 
     def times(self, measured: Working, estimated: Working) -> Working:
         """This estimate, each number multiplied by how far ``measured`` was from the ``estimated`` of another shape."""
@@ -139,7 +145,23 @@ def items(
     specs = plan_specs(specs, plan)
     working = working or estimate(model, plan, shape)
     home = frozenset(plan.on_device)
-    return (*planes(model, specs, home), *buffers(model, specs, plan), *activations(model, plan, shape, working))
+    return (
+        *planes(model, specs, home),
+        *kept_inputs(model, plan, shape),
+        *buffers(model, specs, plan),
+        *activations(model, plan, shape, working),
+    )
+
+
+def kept_inputs(model: Model, plan: Plan, shape: Shape) -> tuple[Item, ...]:
+    """Exactly what ``engine/kept.py`` allocates."""
+    sizes = input_sizes(replace(plan, row_tokens=shape.row_tokens, rows_per_step=shape.rows_per_step), model.boundary)
+    if not sizes.num_layers:
+        return ()
+    return (
+        Item(what=f"inputs of {sizes.num_layers} of {model.num_layers} layers", place=HOST, num_bytes=sizes.host_bytes),
+        Item(what="landings of kept inputs", place=DEVICE, num_bytes=sizes.device_bytes),
+    )
 
 
 def planes(model: Model, specs: Mapping[str, PlaneSpec], home: frozenset[int]) -> tuple[Item, ...]:
@@ -190,26 +212,42 @@ def buffers(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan) -> tuple[I
 
 
 def activations(model: Model, plan: Plan, shape: Shape, working: Working) -> tuple[Item, ...]:
-    total = micro_batches_of_wave(plan, shape)
-    gradients = total * (tokens_of(plan, shape) * model.boundary + working.router_gradients)
-    layers = working.of_layers(model, plan)
-    kept = [layer.kept for layer in layers]
+    total = micro_batches_of_wave(plan, shape.rows_per_step)
+    hidden = total * tokens_of(plan, shape) * model.boundary
+    gradients = hidden + total * working.router_gradients
+    layers, again = working.of_layers(model, plan), min(plan.host_inputs, model.num_layers)
+    logits = working.router_gradients // max(model.num_layers, 1)  # all that stays of a layer that is computed again
+    kept = again * logits + sum(layer.kept for layer in layers[again:])
+    first = total * working.prologue_kept - (hidden if plan.host_inputs else 0)  # its hidden states leave as well
     head = max(working.head_peak - gradients // total, _rounded_at_home(model, plan))  # its peak has a gradient in it
-    phases = _phases(layers, total, gradients, head)
+    phases = _phases(layers, [logits] * again, total, gradients, hidden, head)
     if shape.evaluates:
-        hidden = gradients + total * working.prologue_kept
-        phases["head of an evaluation"] = (0, hidden + working.evaluation_peak - total * (sum(kept) + working.prologue_kept))
-    phase = max(phases, key=lambda name: sum(phases[name]))
-    there, transient = phases[phase]
-    exact = working.measured
+        alive = gradients + total * working.prologue_kept + working.evaluation_peak
+        phases["head of an evaluation"] = Phase(0, 0, alive - total * kept - first)
+    name = max(phases, key=lambda name: phases[name].total)
+    phase = phases[name]
     lines = [
         ("buffers and library workspaces", model.buffer_bytes + working.workspaces),
-        ("inputs and first hidden states", total * working.prologue_kept),
-        ("kept activations", total * sum(kept)),
-        ("gradients of hidden states", there),
-        (f"working set: {phase}", transient),
+        ("ids, masks and rotary tables" if plan.host_inputs else "inputs and first hidden states", first),
+        ("kept activations", total * kept),
+        *([("hidden states between layers", phase.hidden)] if phase.hidden else []),
+        ("gradients of hidden states", phase.gradients),
+        (f"working set: {name}", phase.rest),
     ]
-    return tuple(Item(what=what, place=DEVICE, num_bytes=num_bytes, exact=exact) for what, num_bytes in lines)
+    return tuple(Item(what=what, place=DEVICE, num_bytes=num_bytes, exact=working.measured) for what, num_bytes in lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Bytes beside everything that is kept: of hidden states on their way, of their gradients, and the rest."""
+
+    hidden: int
+    gradients: int
+    rest: int
+
+    @property
+    def total(self) -> int:
+        return self.hidden + self.gradients + self.rest
 
 
 def _rounded_at_home(model: Model, plan: Plan) -> int:
@@ -218,30 +256,33 @@ def _rounded_at_home(model: Model, plan: Plan) -> int:
     return 0 if model.tied or head.index not in plan.on_device else head.numel * model.compute_bytes
 
 
-def _phases(layers: list[LayerBytes], total: int, gradients: int, head: int) -> dict[str, tuple[int, int]]:
-    """Phase -> (gradients of hidden states, the rest) in bytes relative to everything kept."""
-    everything = total * sum(layer.kept for layer in layers)
-    forward, backward, below = 0, -everything, 0
-    for layer in layers:
-        forward = max(forward, below + (total - 1) * layer.kept + layer.forward_peak - everything)
-        below += total * layer.kept
+def _phases(layers: list[LayerBytes], again: list[int], total: int, gradients: int, hidden: int, head: int) -> dict[str, Phase]:
+    """Relative to everything kept; ``again``: what stays of each of the first layers, which are computed again."""
+    first, others = layers[: len(again)], layers[len(again) :]
+    everything = total * (sum(again) + sum(layer.kept for layer in others))
+    waiting = hidden if again else 0
+    below, forward, rebuilt = 0, 0, -everything
+    for stays, layer in zip(again, first, strict=True):
+        forward = max(forward, below + layer.forward_peak - everything)
+        rebuilt = max(rebuilt, below + max(layer.forward_peak, layer.kept + layer.backward_peak) - everything)
+        below += total * stays
+    backward = -everything
+    for layer in others:
+        kept = layer.kept
+        forward = max(forward, below + (total - 1) * kept + layer.forward_peak - everything)
+        below += total * kept
         backward = max(backward, below + layer.backward_peak - everything)
     return {
-        "forward of a layer": (0, forward),
-        "head and loss": (gradients, head),
-        "backward of a layer": (gradients, backward),
+        "forward of a layer": Phase(waiting + LEAVING * waiting // total, 0, forward),
+        "head and loss": Phase(waiting, gradients, head),
+        "backward of a layer": Phase(waiting, gradients, backward),
+        "backward of a layer, computed again": Phase(0, gradients, rebuilt),
     }
 
 
 def tokens_of(plan: Plan, shape: Shape) -> int:
     """Tokens of a full micro-batch."""
     return min(plan.micro_batch_rows, shape.rows_per_step) * shape.row_tokens
-
-
-def micro_batches_of_wave(plan: Plan, shape: Shape) -> int:
-    """Micro-batches of the largest wave, as the engine cuts them."""
-    micro_batches = -(-shape.rows_per_step // plan.micro_batch_rows)
-    return -(-micro_batches // min(plan.num_waves, micro_batches))
 
 
 def estimate(model: Model, plan: Plan, shape: Shape) -> Working:

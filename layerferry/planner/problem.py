@@ -38,6 +38,7 @@ class Pins:
     micro_batch_rows: int | None
     num_waves: int | None
     activation_budget: float | None
+    host_inputs: int | None
     num_slots: int | None
     num_slabs: int | None
     compile: bool | None
@@ -53,6 +54,7 @@ class Pins:
             micro_batch_rows=engine.micro_batch_rows,
             num_waves=engine.num_waves,
             activation_budget=budget,
+            host_inputs=engine.host_inputs,
             num_slots=engine.num_slots,
             num_slabs=engine.num_slabs,
             compile=engine.compile,
@@ -93,8 +95,8 @@ class Problem:
 
     def working(self, plan: Plan) -> Working:
         """Bytes of one micro-batch's activations, measured where they have been."""
-        own, *richer = [self.measured.get(key_of(level)) or self._corrected(level) for level in plan.levels]
-        return own.beside(richer[0]) if richer else own
+        own, *others = [self.measured.get(key_of(level)) or self._corrected(level) for level in plan.levels]
+        return own.beside(others) if others else own
 
     def _corrected(self, plan: Plan) -> Working:
         """The estimate; where the same budget was measured for other rows or chunks, times what that estimate was off."""

@@ -13,12 +13,12 @@ from layerferry.layout import GRAD, RESIDUE, WEIGHT
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.formats import StateFormat
 from layerferry.plan import Plan, size_text
-from layerferry.planner.memory import DEVICE, HOST, plan_specs, unit_bytes
+from layerferry.planner.memory import DEVICE, HOST, plan_specs, planes, unit_bytes
 from layerferry.planner.problem import Problem, needs
 from layerferry.planner.search import search
 
 SHORTEST_ROW = 128
-_PINNABLE = ("activation_budget", "micro_batch_rows", "num_waves", "num_slots", "num_slabs", "compile")
+_PINNABLE = ("activation_budget", "micro_batch_rows", "num_waves", "host_inputs", "num_slots", "num_slabs", "compile")
 
 
 def shortfall(question: Problem, plan: Plan) -> str:
@@ -51,7 +51,14 @@ def _remedies(question: Problem, plan: Plan) -> Iterator[str]:
 
 def _planes_fit(question: Problem, plan: Plan) -> bool:
     """Whether anything but another model or more host memory can help."""
-    return plan.total(HOST) <= needs(plan, question.machine)[HOST][1]
+    return _planes(question, plan) <= needs(plan, question.machine)[HOST][1]
+
+
+def _planes(question: Problem, plan: Plan) -> int:
+    """Bytes @host of everything that outlives a step."""
+    home = frozenset(plan.on_device)
+    table = planes(question.model, plan_specs(question.specs, plan), home)
+    return sum(item.num_bytes for item in table if item.place == HOST)
 
 
 def _too_small_for_buffers(question: Problem, plan: Plan) -> Iterator[str]:
@@ -98,10 +105,9 @@ def _fewer_bits(question: Problem) -> Iterator[str]:
 
 def _smaller_model(question: Problem, plan: Plan) -> Iterator[str]:
     needed, there = needs(plan, question.machine)[HOST]
-    planes = plan.total(HOST)
     stored = sum(sum(unit_bytes(question.model, spec)) for spec in plan_specs(question.specs, plan).values())
     per_param = stored / question.model.num_params
-    most = (there - (needed - planes)) / per_param
+    most = (there - (needed - _planes(question, plan))) / per_param
     if most > 0:
         size = question.model.num_params
         yield f"at {per_param:.1f} B/param a model of {_count(most)} parameters fits, this one has {_count(size)}"

@@ -123,6 +123,7 @@ def _choices(plan: Plan, pins: Pins) -> str:
             if plan.richer_layers
             else []
         ),
+        *([("host_inputs", str(plan.host_inputs), "layers are computed again from inputs @host")] if plan.host_inputs else []),
         ("on_device", str(len(plan.on_device)), "units whose planes live @device: nothing of them travels"),
         ("num_slots", str(plan.num_slots), "device buffers for layer weights that travel"),
         ("num_slabs", str(plan.num_slabs), "device buffers that gradients leave from"),

@@ -8,6 +8,9 @@ whatever the compute lane stands still for is booked on updates or on copies. Tw
 - slots go first to the unit that is used next: on the way up the upload of layer i + S waits for layer i, on the way down
   for layer i + S, and between the directions the last S layers stay where they are (Belady's rule for this order of uses).
 
+Kept inputs go down and come back micro-batch by micro-batch, at most ``LEAVING`` and ``LANDINGS`` at a time: over a layer, the
+slower of compute and copies sets the pace.
+
 The host is taken to run ahead of the device. Of many waves the third stands for those between it and the last. Checked by
 ``tests/planner/test_schedule.py`` against closed forms and by measured rows.
 """
@@ -17,6 +20,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from layerferry.engine.sizes import LANDINGS, LEAVING
 
 _PROLOGUE, _HEAD = -1, -2
 
@@ -37,6 +42,10 @@ class Piece:
     """Download of its gradient."""
     home: bool
     """Lives @device: neither update nor copies."""
+    input_down: float = 0.0
+    """Download of one micro-batch's input; 0: it stays @device."""
+    input_up: float = 0.0
+    """Its way back."""
 
 
 @dataclass(slots=True)
@@ -103,7 +112,7 @@ class _Run:
         self.arrived: dict[int, float] = {}
         self.drained: dict[int, float] = {}
         self.landed: dict[int, tuple[float, _Ring, int]] = {}
-        self.end_slot = 0.0
+        self.end_slot = self.input_arrival = 0.0
         self.leaving = {True: _Ring(program.num_slabs), False: _Ring(1)}
         self.landing = {True: _Ring(2), False: _Ring(1)}
         self.expected: deque[int] = deque()
@@ -137,33 +146,66 @@ class _Run:
         place = 0
         for index, layer in enumerate(self.program.layers):
             if layer.home:
-                self.compute += micro_batches * layer.forward
+                self._forward(layer, micro_batches)
                 continue
             self._feed(index)
-            self.compute += micro_batches * layer.forward
+            self._forward(layer, micro_batches)
             if place + slots < len(travelling):
                 self._send_up(travelling[place + slots], after=self.compute)
             place += 1
         if first and not self.program.tied:
             self._send_up(_HEAD, after=self.end_slot)
+        self._expect_inputs()
         if carry:
             self._expect()
         self._head(micro_batches, carry=carry, last=last)
         for index in reversed(range(len(self.program.layers))):
             layer = self.program.layers[index]
             if layer.home:
-                self.compute += micro_batches * layer.backward + (layer.drain if last else 0.0)
+                self._backward(layer, micro_batches)
+                self.compute += layer.drain if last else 0.0
                 continue
             place -= 1
             self._feed(index)
             self._take_up(index, carry=carry)
-            self.compute += micro_batches * layer.backward
+            self._backward(layer, micro_batches)
             self._send_down(index, last=last)
             if place - slots >= 0:
                 self._send_up(travelling[place - slots], after=self.compute)
         if not self.program.tied:
             self._take_up(_PROLOGUE, carry=carry)
         self._send_down(_PROLOGUE, last=last)
+
+    def _forward(self, layer: Piece, micro_batches: float) -> None:
+        """The last micro-batch begins when all but ``LEAVING`` of the inputs are down."""
+        begin = self.compute
+        self.compute += micro_batches * layer.forward
+        if layer.input_down:
+            down = max(self.download, begin) + micro_batches * layer.input_down
+            self.download = down
+            self._wait(down - LEAVING * layer.input_down + layer.forward)
+
+    def _expect_inputs(self) -> None:
+        """The first inputs that come back are on their way before the head begins."""
+        one = next((layer.input_up for layer in reversed(self.program.layers) if layer.input_up), 0.0)
+        if one:
+            self.input_arrival = max(self.upload, self.compute) + one
+            self.upload = self.input_arrival + (LANDINGS - 1) * one
+
+    def _backward(self, layer: Piece, micro_batches: float) -> None:
+        """An upload begins when a landing is free. The first ones of the next layer are queued before anything that waits for
+        this layer's end, such as the next weights."""
+        one = layer.input_up
+        if one:
+            self._wait(self.input_arrival)
+            begin, rest = self.compute, max(micro_batches - LANDINGS, 0.0)
+            if rest:
+                self.upload = max(self.upload, begin + layer.backward) + rest * one
+                self._wait(self.upload - (micro_batches - 1) * layer.backward)
+        self.compute += micro_batches * layer.backward
+        if one:
+            self.input_arrival = max(self.upload, self.compute - (LANDINGS - 1) * layer.backward) + one
+            self.upload = max(self.input_arrival, self.compute) + (LANDINGS - 1) * one
 
     def _begin_wave(self, *, first: bool) -> None:
         """What the slots hold stays from wave to wave; a new step uploads everything, in the order of updates."""

@@ -3,7 +3,8 @@
 Every combination of micro-batch, waves, activation budget, chunk of logits, slots and slabs, and way of carrying gradients
 is looked at; of the number of units at home @device, and of layers that keep more than the others, only the largest that fits,
 because bytes grow with them and seconds do not. Units go home in the order of their first use: those that stay @host then have
-the longest time for their updates.
+the longest time for their updates. Of the numbers of layers whose inputs wait @host three are looked at: none, all (but those
+that keep more), and where keeping inputs @device does not fit, the fewest that let it.
 
 Bytes of a combination are sums of parts that are counted once each (``books.py``). Its seconds are first bounded from below,
 and the engine's program is played (``time.py``) in the order of these bounds until no bound is below the best. One rounding
@@ -18,12 +19,12 @@ import math
 from collections.abc import Collection, Iterator
 from itertools import product
 
-from layerferry.plan import Plan
+from layerferry.plan import FREE_BUDGET, Plan
 from layerferry.planner.books import Books, Choice
 from layerferry.planner.problem import Key, Problem, key_of
 
 BUDGETS = (1.0, 0.7, 0.3, 0.0)
-RICHER = 0.7
+RICHER = FREE_BUDGET
 """What the layers keep that keep more, under the compiler: it costs no time (``compute.RECOMPUTATION``)."""
 MOST_TOKENS = 32768
 """Of a micro-batch on CUDA: beyond, nothing gets faster."""
@@ -53,6 +54,8 @@ def search(question: Problem, keys: Collection[Key] | None = None) -> tuple[Plan
         if keys is not None and not all(key_of(level) in keys for level in choice.on(base).levels):
             continue
         choice, short = books.furnished(choice)
+        if short and _may_fill(question, choice) and (filled := books.filled(choice)) is not None:
+            choice, short = filled, 0
         if not short:
             queue.append((books.least_seconds(choice) * _handicap(question, choice), number, choice))
         elif not queue and (nearest is None or short < nearest[0]):
@@ -105,6 +108,7 @@ def choices(question: Problem) -> Iterator[Choice]:
     richer = RICHER if _base(question).compile else 1.0
     if pins.activation_budget is not None:
         budgets, richer = (pins.activation_budget,), 0.0
+    pinned_inputs = min(pins.host_inputs or 0, question.model.num_layers)
     rows_choices = [pins.micro_batch_rows] if pins.micro_batch_rows else _row_choices(question)
     buffer_choices = _buffer_choices(question)
     for rows in rows_choices:
@@ -113,11 +117,28 @@ def choices(question: Problem) -> Iterator[Choice]:
             carries = ((False, False),) if waves == 1 else CARRIES
             for budget, chunk, (slots, slabs), (resident, carry) in product(budgets, chunks, buffer_choices, carries):
                 if not (carry and question.fp32):
-                    choice = Choice(rows, waves, budget, chunk, slots, slabs, resident, carry)
-                    yield choice
-                    if richer > budget:
-                        yield choice._replace(richer_budget=richer)
-                        yield choice._replace(richer_budget=richer, richer_first=True)
+                    choice = Choice(rows, waves, budget, chunk, slots, slabs, resident, carry, inputs=pinned_inputs)
+                    yield from _with_richer(choice, richer)
+                    if budget == max(budgets) and _may_travel(question):
+                        yield from _with_richer(choice._replace(budget=richer, inputs=question.model.num_layers), richer)
+
+
+def _with_richer(choice: Choice, richer: float) -> Iterator[Choice]:
+    yield choice
+    if richer and (choice.inputs or richer > choice.budget):
+        yield choice._replace(richer_budget=richer)
+        if not choice.inputs:
+            yield choice._replace(richer_budget=richer, richer_first=True)
+
+
+def _may_travel(question: Problem) -> bool:
+    """Whether inputs may be sent to the host unasked: nobody has said what is kept, and the host is another memory."""
+    pins = question.pins
+    return pins.host_inputs is None and not pins.activation_budget and not question.machine.is_cpu
+
+
+def _may_fill(question: Problem, choice: Choice) -> bool:
+    return _may_travel(question) and not choice.inputs and choice.budget == 0.0 and not choice.richer_budget
 
 
 def _buffer_choices(question: Problem) -> list[tuple[int, int]]:

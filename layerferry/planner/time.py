@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from layerferry.engine.sizes import micro_batches_of_wave
 from layerferry.layout import GRAD, WEIGHT, PlaneSpec
 from layerferry.plan import Plan, Seconds
 from layerferry.planner import compute
 from layerferry.planner.facts import Model
 from layerferry.planner.machine import Machine
-from layerferry.planner.memory import Shape, micro_batches_of_wave, plan_specs, unit_bytes
+from layerferry.planner.memory import Shape, plan_specs, tokens_of, unit_bytes
 from layerferry.planner.schedule import Piece, Program, waits
 
 
@@ -52,11 +53,12 @@ def busy(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Shape,
     grad_bytes = sum(grads[unit.index] for unit in travelling)
     rounds = len(waves_of(plan, shape))
     carried = 0 if plan.resident_gradients else rounds - 1
-    up = uploaded_bytes(model, plan, specs) + carried * grad_bytes
+    inputs = plan.host_inputs * shape.tokens_per_step * model.boundary
+    up = uploaded_bytes(model, plan, specs) + carried * grad_bytes + inputs
     return Seconds(
         compute=compute_s(model, plan, shape, machine),
         upload=up / machine.upload_together_bytes_per_s.value,
-        download=(carried + 1) * grad_bytes / machine.download_together_bytes_per_s.value,
+        download=((carried + 1) * grad_bytes + inputs) / machine.download_together_bytes_per_s.value,
         optimizer=sum(unit.numel for unit in travelling) * machine.optimizer_s_per_param.value,
     )
 
@@ -80,7 +82,8 @@ def compute_s(model: Model, plan: Plan, shape: Shape, machine: Machine) -> float
 
 def waves_of(plan: Plan, shape: Shape) -> list[float]:
     """Micro-batches of each wave, as the engine cuts them; a last micro-batch of fewer rows counts by its share."""
-    size, left = micro_batches_of_wave(plan, shape), shape.rows_per_step / min(plan.micro_batch_rows, shape.rows_per_step)
+    size = micro_batches_of_wave(plan, shape.rows_per_step)
+    left = shape.rows_per_step / min(plan.micro_batch_rows, shape.rows_per_step)
     waves = []
     while left > 0:
         waves.append(min(size, left))
@@ -89,15 +92,18 @@ def waves_of(plan: Plan, shape: Shape) -> list[float]:
 
 
 def program(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Shape, machine: Machine) -> Program:
-    """What ``schedule.py`` plays. Copies run at the rate of both directions together where gradients are carried."""
+    """What ``schedule.py`` plays. Copies run at the rate of both directions together where gradients are carried or inputs
+    travel."""
     own, home = compute.pace(model, plan, shape, machine), frozenset(plan.on_device)
     waves = waves_of(plan, shape)
-    both = len(waves) > 1 and not plan.resident_gradients
+    both = plan.host_inputs > 0 or (len(waves) > 1 and not plan.resident_gradients)
     up = (machine.upload_together_bytes_per_s if both else machine.upload_bytes_per_s).value
     down = (machine.download_together_bytes_per_s if both else machine.download_bytes_per_s).value
     weights, grads = unit_bytes(model, specs[WEIGHT]), unit_bytes(model, specs[GRAD])
 
-    def piece(index: int, forward: float, backward: float) -> Piece:
+    one_input = tokens_of(plan, shape) * model.boundary
+
+    def piece(index: int, forward: float, backward: float, *, travels: bool = False) -> Piece:
         numel = model.units[index].numel
         return Piece(
             forward=forward,
@@ -108,6 +114,8 @@ def program(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Sha
             bring=grads[index] / up,
             send=grads[index] / down,
             home=index in home,
+            input_down=one_input / down if travels else 0.0,
+            input_up=one_input / up if travels else 0.0,
         )
 
     layers = [unit.index for unit in model.units if unit.is_layer]
@@ -115,7 +123,8 @@ def program(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Sha
     return Program(
         prologue=piece(first.index, 0.0, 0.0),
         layers=[
-            piece(index, *paces) for index, paces in zip(layers, compute.layer_paces(model, plan, shape, machine), strict=True)
+            piece(index, *paces, travels=number < plan.host_inputs)
+            for number, (index, paces) in enumerate(zip(layers, compute.layer_paces(model, plan, shape, machine), strict=True))
         ],
         head=piece(last.index, own.head, 0.0),
         tied=model.tied,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerferry.engine.tape as tape_module
 from layerferry.engine.engine import Engine
@@ -117,6 +119,55 @@ def test_a_leaf_from_elsewhere_is_refused_by_shape() -> None:
     template = Template(layer, Plane(unit.layout, WEIGHT_PLANE, slot.buffer))
     with pytest.raises(ModelRefused, match=r"layer\.0: .*\(3, 4\).*shared"), tape.record(unit, slot):
         tape.forward(unit, 0, template, torch.randn(1, 3, 4), CALL)
+
+
+class Exp(Layer):
+    """``exp`` saves its own output."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.exp(super().forward(hidden)).sin()
+
+
+def test_a_layer_that_is_passed_on_leaves_nothing_and_run_again_is_the_same() -> None:
+    layer = Exp()
+    unit = unit_of(layer)
+    slot = slot_with(unit, layer)
+    tape = Tape([slot], rebuilt=(), audit=True)
+    template = Template(layer, Plane(unit.layout, WEIGHT_PLANE, slot.buffer))
+    hidden = torch.randn(2, 3, 4)
+    kept = _Storages()
+    with tape.record(unit, slot), kept:
+        output = tape.pass_on(unit, 0, template, hidden, CALL)
+        expected = output.clone()
+    del output
+    assert kept.seen and not kept.alive(), "a graph that nobody holds holds nothing"
+    accumulator = Plane(unit.layout, FP32_PLANE, torch.zeros(unit.layout.bytes(FP32_PLANE), dtype=torch.uint8))
+    with tape.resolving(unit, slot):
+        with tape.record(unit, slot):
+            tape.run_again(unit, 0, template, hidden, CALL)
+        found = tape.backward(unit, 0, template, [torch.ones(2, 3, 4)], accumulator, SideGradients())
+    leaf = hidden.clone().requires_grad_(True)
+    again = layer(leaf)
+    assert torch.equal(again, expected) and torch.equal(found, torch.autograd.grad(again.sum(), leaf)[0])
+    assert not tape._graphs
+
+
+class _Storages(TorchDispatchMode):
+    """Remembers the storages of what operations return, without holding them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[weakref.ref[Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "clone" not in str(func) and "detach" not in str(func) and isinstance(result, Tensor):
+            self.seen.append(weakref.ref(result.untyped_storage()))
+        return result
+
+    def alive(self) -> int:
+        """Storages that are still there, views of the slot aside."""
+        return sum(storage is not None and storage.nbytes() == 2 * 3 * 4 * 4 for storage in (one() for one in self.seen))
 
 
 def test_side_inputs_get_their_gradient_summed_over_layers() -> None:

@@ -80,13 +80,33 @@ def test_44_gib_stream_everything_in_one_wave() -> None:
 
 
 def test_a_small_device_takes_several_waves_and_smaller_chunks() -> None:
-    plan = decide(ask(device_gib=10)).plan
+    plan = decide(ask(config(rows=128, host_inputs=0), device_gib=10)).plan
     assert plan.num_waves > 1 and plan.chunk_tokens < 8192 and gib(plan, DEVICE) <= 10
 
 
+@pytest.mark.parametrize("device_gib", [10, 24])
+def test_a_small_device_keeps_inputs_at_the_host_in_one_wave(device_gib: float) -> None:
+    """128 rows of 1024 tokens have inputs of 24.5 GiB beside 99.3 GiB of planes."""
+    plan, without = (decide(ask(config(rows=128, host_inputs=n), device_gib=device_gib)).plan for n in (None, 0))
+    assert plan.num_waves == 1 and plan.host_inputs > 0 and gib(plan, DEVICE) <= device_gib and gib(plan, HOST) <= 126
+    assert step_s(plan) < 0.97 * step_s(without)
+    tight = decide(ask(config(rows=128), device_gib=device_gib, host_gib=110)).plan
+    assert gib(tight, HOST) <= 110 and step_s(plan) <= INEXACT * step_s(tight)
+
+
+def test_who_says_what_is_kept_gets_it_kept_on_the_device() -> None:
+    """A pinned budget is a wish for activations that stay; a pinned number of inputs @host is another wish."""
+    pinned = decide(ask(config(rows=128, activation_budget=0.3), device_gib=24)).plan
+    assert (pinned.activation_budget, pinned.host_inputs) == (0.3, 0)
+    both = decide(ask(config(rows=128, activation_budget=0.0, host_inputs=14), device_gib=30)).plan
+    assert (both.activation_budget, both.host_inputs) == (0.0, 14)
+    assert decide(ask(config(rows=4, host_inputs=99))).plan.host_inputs == 28
+
+
 def test_waves_carry_exactly_where_the_host_has_room() -> None:
-    assert decide(ask(device_gib=30, host_gib=126)).plan.carry_fp32
-    tight = decide(ask(device_gib=30, host_gib=100)).plan
+    given = config(rows=128, host_inputs=0)
+    assert decide(ask(given, device_gib=30, host_gib=126)).plan.carry_fp32
+    tight = decide(ask(given, device_gib=30, host_gib=100)).plan
     assert not tight.carry_fp32 and "one rounding a wave" in " ".join(tight.notes)
 
 
@@ -124,6 +144,7 @@ PINS: dict[str, Any] = {
     "micro_batch_rows": 4,
     "num_waves": 2,
     "activation_budget": 0.4,
+    "host_inputs": 5,
     "num_slots": 5,
     "num_slabs": 3,
     "compile": False,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from layerferry.backends.cpu import CpuBackend
 from layerferry.engine.engine import Engine
+from layerferry.engine.sizes import micro_batches_of_wave
 from layerferry.layout import FP32_PLANE, GRAD
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.reference import ReferenceKernels
@@ -27,7 +28,6 @@ from layerferry.planner.memory import (
     Working,
     estimate,
     items,
-    micro_batches_of_wave,
     plan_specs,
     tokens_of,
 )
@@ -35,13 +35,17 @@ from layerferry.store.store import Store
 from tests.planner.subjects import QWEN_7B, skeleton, specs
 
 SHAPE = Shape(row_tokens=32, rows_per_step=4)
-BUFFERS = ("slot", "slab", "accumulators", "all planes")
+BUFFERS = ("slot", "slab", "accumulators", "all planes", "landings")
 
 
 class CountingBackend(CpuBackend):
     def __init__(self) -> None:
         super().__init__()
-        self.device_bytes = 0
+        self.device_bytes = self.host_bytes = 0
+
+    def host_buffer(self, num_bytes: int, *, travels: bool) -> Tensor:
+        self.host_bytes += num_bytes
+        return super().host_buffer(num_bytes, travels=travels)
 
     def device_buffer(self, num_bytes: int) -> Tensor:
         self.device_bytes += num_bytes
@@ -51,20 +55,23 @@ class CountingBackend(CpuBackend):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("fp32", [True, False])
 @pytest.mark.parametrize("home", [(), (0, 2)])
-@pytest.mark.parametrize(("waves", "resident"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("waves", "resident", "inputs"), [(1, False, 0), (2, False, 3), (2, True, 0), (1, False, 4)])
 def test_store_and_engine_allocate_what_was_planned(
-    tied: bool, fp32: bool, home: tuple[int, ...], waves: int, resident: bool
+    tied: bool, fp32: bool, home: tuple[int, ...], waves: int, resident: bool, inputs: int
 ) -> None:
     built = skeleton("qwen2", tie_word_embeddings=tied, fp32=fp32)
-    plan = Plan(fp32=fp32, num_slots=3, num_slabs=2, micro_batch_rows=2, rows_per_step=4, on_device=home)
-    plan = replace(plan, resident_gradients=resident, num_waves=waves)
+    plan = Plan(fp32=fp32, num_slots=3, num_slabs=2, micro_batch_rows=2, row_tokens=32, rows_per_step=4, on_device=home)
+    plan = replace(plan, resident_gradients=resident, num_waves=waves, host_inputs=inputs)
     backend, optimizer = CountingBackend(), AdamW(kernels=ReferenceKernels())
     planned = items(Model.of(built), specs(), plan, SHAPE)
     store = Store(built.units, plan_specs(specs(), plan), backend, on_device=home)
     in_device = backend.device_bytes
-    assert sum(item.num_bytes for item in planned if item.place == HOST) == store.num_bytes - in_device
+    for_inputs = inputs * (2 if waves == 1 else 1) * 2 * 32 * 32 * (4 if fp32 else 2)
+    assert sum(item.num_bytes for item in planned if item.place == HOST) == store.num_bytes - in_device + for_inputs
+    there = backend.host_bytes
     engine = Engine(built, store, optimizer, backend, plan)
     engine.close()
+    assert backend.host_bytes - there == for_inputs
     buffers = [i for i in planned if i.place == DEVICE and any(word in i.what for word in BUFFERS) and "working" not in i.what]
     assert sum(item.num_bytes for item in buffers) == backend.device_bytes
     assert all(item.exact for item in buffers)
@@ -157,7 +164,7 @@ def test_the_fullest_phase_is_counted(layer: LayerBytes, head: int, phase: str) 
 def test_waves_share_the_micro_batches() -> None:
     shape = Shape(row_tokens=8, rows_per_step=10)
     plan = Plan(micro_batch_rows=2, rows_per_step=10)
-    assert [micro_batches_of_wave(replace(plan, num_waves=n), shape) for n in (1, 2, 3, 5)] == [5, 3, 2, 1]
+    assert [micro_batches_of_wave(replace(plan, num_waves=n), shape.rows_per_step) for n in (1, 2, 3, 5)] == [5, 3, 2, 1]
     assert tokens_of(replace(plan, micro_batch_rows=16), shape) == 80
 
 

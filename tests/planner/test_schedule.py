@@ -85,6 +85,33 @@ def test_carried_gradients_travel_and_resident_ones_do_not() -> None:
     assert step(slow, waves=[1.0]).copies == 0.0
 
 
+@pytest.mark.parametrize(("down", "up"), [(0.9, 1.9), (0.5, 0.5)])
+def test_inputs_that_are_faster_than_compute_are_not_waited_for(down: float, up: float) -> None:
+    """The first one hides behind the head."""
+    assert step(replace(FREE, input_down=down, input_up=up), end=replace(END, forward=1.0)).copies == pytest.approx(0.0)
+    assert step(replace(FREE, input_down=down, input_up=up)).copies == pytest.approx(up)
+
+
+def test_downloads_of_inputs_slower_than_the_forward_set_its_pace() -> None:
+    """L layers of 4 micro-batches at 3 s an input; the last one begins its second of compute when all but two are down."""
+    found = step(replace(FREE, input_down=3.0))
+    assert found.copies == pytest.approx(3.0 * (4 * LAYERS - 2) + 1.0 - 4.0 * LAYERS)
+
+
+def test_uploads_of_inputs_slower_than_the_backward_set_its_pace() -> None:
+    """The first upload begins when the backward does, at the latest; the last micro-batch's 2 s follow all of them."""
+    found = step(replace(FREE, input_up=3.0, forward=0.0))
+    slowest = 3.0 * 4 * LAYERS + 2.0 - 2.0 * 4 * LAYERS
+    assert slowest - 2 * 2.0 <= found.copies <= slowest
+
+
+def test_inputs_share_their_lanes_with_weights_and_gradients() -> None:
+    """The backward's uploads are inputs and weights: together they take longer than either."""
+    slow = replace(FREE, upload=9.0, input_up=1.9)
+    assert step(slow).copies > step(replace(slow, input_up=0.0)).copies
+    assert step(replace(FREE, send=5.0, input_down=0.9), waves=[4.0, 4.0]).copies > 0
+
+
 def test_many_waves_are_like_the_third() -> None:
     slow = replace(FREE, upload=2.0, bring=3.0, send=1.0)
     few, more, most = (step(slow, waves=[1.0] * count).copies for count in (8, 9, 10))
