@@ -159,6 +159,8 @@ def _data(arguments: argparse.Namespace, rest: list[str]) -> int:
     else:
         for text in preview.render(config, loaded.tokenizer, arguments.samples, colour=sys.stdout.isatty()):
             print(text)
+        if not config.data.streaming:
+            print(preview.counts(config))
     return 0
 
 

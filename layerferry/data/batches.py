@@ -130,6 +130,11 @@ class Sampler:
     def epochs_done(self, cursor: Cursor) -> float:
         return cursor.epoch + cursor.position / self.usable
 
+    def epochs_of(self, steps: int) -> float:
+        """Epochs that so many steps are, if none is skipped: what ``epochs_done`` says behind the last of them."""
+        whole, rest = divmod(steps, self.steps_per_epoch)
+        return self.epochs_done(Cursor(whole, rest * self.step_rows))
+
     def _step(self, cursor: Cursor, order: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[list[int], Cursor]:
         stop = min(cursor.position + self.step_rows, self.usable)
         ids = order[cursor.position : stop]

@@ -1,7 +1,8 @@
 """What the model will see: the rows as they are trained on, for ``layerferry data``.
 
 ``samples`` gives them one by one as plain values (for ``--json``), read no further than asked; ``render`` gives text with
-the trained tokens in colour, so that a wrong mask is seen before a day of training is spent on it. Checked by
+the trained tokens in colour, so that a wrong mask is seen before a day of training is spent on it; ``counts`` says how many rows
+there are. Checked by
 ``tests/data/test_preview.py``.
 """
 
@@ -38,6 +39,13 @@ def samples(config: Config, tokenizer: Any, report: Report | None = None) -> Ite
         raise nothing_left(TRAIN, config, kept)
     if kept.dropped:
         logger.warning(kept.warning())
+
+
+def counts(config: Config) -> str:
+    """Rows in the files, for training and held out, before any is dropped or packed; reads all of them."""
+    train, evals = sources(config)
+    held_out = ", ".join(f"{sum(1 for _ in rows):,} {name}" for name, rows in evals.items()) or "none"
+    return f"rows in the files: {sum(1 for _ in train):,} for training; held out: {held_out}"
 
 
 def render(config: Config, tokenizer: Any, count: int = 3, *, colour: bool = True) -> Iterator[str]:

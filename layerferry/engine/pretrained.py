@@ -28,14 +28,21 @@ class ModelFolder:
         self._config: Any = model.config.__class__.from_dict(model.config.to_dict())
         self._config.architectures = [type(model).__name__]
         self._source = source
+        self.tensors_read = 0
+        """By ``write`` so far: whether it moves."""
 
     def write(self, folder: Path, skeleton: Skeleton, store: Store, *, max_shard_bytes: int = 5_000_000_000) -> None:
         """Weights in the dtype that the device computes with (bf16; fp32 in fp32 mode), config and generation config.
 
-        The weights @host must be settled. Raises ``CheckpointError`` when the disk cannot hold them; earlier files are then
-        untouched.
+        The weights @host must be settled. Raises ``CheckpointError`` when the disk cannot hold them; it says what is then left
+        of earlier files.
         """
-        read = reader(skeleton, store)
+        stored = reader(skeleton, store)
+
+        def read(name: str) -> Tensor:
+            self.tensors_read += 1
+            return stored(name)
+
         entries = self._saved.entries(read, lambda name: read(name).dtype)
         write_pretrained(folder, entries, max_shard_bytes=max_shard_bytes, total_parameters=store.num_params)
         self.write_config(folder, store)

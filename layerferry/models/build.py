@@ -49,6 +49,9 @@ def read_config(
             first = str(error).strip().partition("\n")[0].rstrip(". ")
             raise CheckpointError(f"{source}: no usable config.json: {first}: trust_remote_code: true runs it") from error
         raise CheckpointError(f"{source}: no usable config.json: {reason(error)}") from error
+    depth = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(depth, int) and depth < 1:
+        raise CheckpointError(f"{source}: no usable config.json: num_hidden_layers is {depth}, a model has at least 1")
     return config
 
 

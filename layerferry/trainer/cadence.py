@@ -68,6 +68,14 @@ class Cadence:
             or (self.saves_by_epochs and (ends_epoch or last)),
         )
 
+    def after_skipped(self, step: int, *, ends_epoch: bool) -> Due:
+        """What is due where a step after ``step`` was skipped: it may have been the last of an epoch all the same."""
+        return Due(
+            log=False,
+            evaluate=self.evaluates_by_epochs and ends_epoch,
+            save=self.saves_by_epochs and ends_epoch and step > 0,
+        )
+
 
 def interval(key: str, value: float, total_steps: int) -> int:
     """A number of steps: ``value`` itself, or below 1 that share of all steps."""

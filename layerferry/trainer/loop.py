@@ -2,7 +2,8 @@
 
 It owns no mathematics: the engine takes a step over a list of micro-batches at a learning rate and says what it was.
 A step whose loss or gradient is not finite has updated nothing; its rows are used up, but neither the step number nor
-the schedule advances. A signal is heeded between two steps. What a later process needs is ``state``.
+the schedule advances; where it ends an epoch, what is due there is done. A signal is heeded between two steps. What a later
+process needs is ``state``.
 Checked by ``tests/trainer/test_loop.py`` with an engine that only pretends, and by
 ``tests/trainer/test_train.py`` with the real one.
 """
@@ -35,7 +36,7 @@ from layerferry.trainer.progress import Progress, View, counter, host_resident_b
 from layerferry.trainer.reporters import Reporter
 from layerferry.trainer.state import RunState, Totals, data_facts, settings_of
 from layerferry.trainer.timeline import StepRecorder
-from layerferry.trainer.watchdog import Lane, Watchdog
+from layerferry.trainer.watchdog import Lane
 
 logger = logging.getLogger("layerferry.trainer")
 
@@ -74,6 +75,7 @@ class Loop:
         self._skips = SkipGuard(Path(train.output_dir), train.max_skipped_steps, self.totals)
         self._spikes = SpikeGuard()
         self._first_step = self.totals.step
+        self._num_evaluated = 0
 
     def run(self) -> dict[str, float]:
         """Take every step; return Hugging Face's training metrics."""
@@ -81,8 +83,7 @@ class Loop:
         if self.totals.step < self.cadence.total_steps:
             begun = counter(self.totals.step, self.cadence.total_steps)
             self.progress.activity(f"{begun}  the first step compiles and touches everything ...")
-        patience_s = 60 * self.config.train.watchdog_minutes
-        with Interrupts() as interrupts, Watchdog(self.lanes(), patience_s):
+        with Interrupts() as interrupts:
             try:
                 while not self._steps(interrupts):
                     assert self.retreat is not None
@@ -107,19 +108,33 @@ class Loop:
         return True
 
     def _one(self, batches: Prefetch[StepBatch]) -> None:
+        """One step, and what is due behind it."""
         begin = time.monotonic()
-        with self._waiting("data loader"):
+        with self.waiting("data loader"):
             batch = next(batches)
         lr = self.schedule.lr_at(self.totals.step + 1)
-        with self._waiting("device"), self.recorder.recording(self.totals.step + 1), named_rows(batch):
+        with self.waiting("device"), self.recorder.recording(self.totals.step + 1), named_rows(batch):
             report = self.engine.step(batch.micro_batches, lr=lr)
             if report.skipped and report.num_targets and self.config.train.detect_anomaly:
                 check_norms(self.engine, report.loss)
         self.checkpoints.report(wait=False)
         self.cursor = batch.cursor
-        if report.skipped:
+        ends_epoch = batch.cursor.position == 0
+        if report.skipped:  # neither step number nor schedule advances
             self._skips.skipped(batch, report)
-            return  # neither step number nor schedule advances
+            due = self.cadence.after_skipped(self.totals.step, ends_epoch=ends_epoch)
+        else:
+            self._count(batch, report, begin)
+            due = self.cadence.after(self.totals.step, ends_epoch=ends_epoch)
+            self._show(batch, report, lr, logs=due.log)
+        if due.evaluate:
+            self.evaluate(batch.epoch)
+        if due.save:
+            self.progress.activity(f"saving checkpoint-{self.totals.step}")
+            self.checkpoints.save(self.totals.step, self.state(), self.history)
+
+    def _count(self, batch: StepBatch, report: StepReport, begin: float) -> None:
+        """A step that has updated something."""
         self._skips.passed()
         self._spikes.look(batch, report, self.totals.step + 1)
         totals = self.totals
@@ -133,17 +148,13 @@ class Loop:
         self.history.tokens_seen += report.num_tokens
         self.history.total_flops += flops
         self.meter.add(Work(report.num_tokens, flops, time.monotonic() - begin))
-        due = self.cadence.after(totals.step, ends_epoch=batch.cursor.position == 0)
+
+    def _show(self, batch: StepBatch, report: StepReport, lr: float, *, logs: bool) -> None:
         view = self._view(report, lr, batch.epoch)
-        self.progress.step(view, logs=due.log)
-        if due.log:
-            totals.window_loss, totals.window_steps = 0.0, 0
+        self.progress.step(view, logs=logs)
+        if logs:
+            self.totals.window_loss, self.totals.window_steps = 0.0, 0
             self._record({"loss": view.mean_loss, "grad_norm": view.grad_norm, "learning_rate": lr}, batch.epoch)
-        if due.evaluate:
-            self.evaluate(batch.epoch)
-        if due.save:
-            self.progress.activity(f"saving checkpoint-{totals.step}")
-            self.checkpoints.save(totals.step, self.state(), self.history)
 
     def state(self) -> RunState:
         """All that another process needs, besides the engine's planes, to take the next step as this one would."""
@@ -180,13 +191,19 @@ class Loop:
             Lane(
                 "device",
                 lambda: self.waits_for == "device",
-                lambda: engine.num_steps + engine.moved_bytes,
+                lambda: engine.num_steps + engine.moved_bytes + self._num_evaluated,
                 "Does the driver's log (dmesg) speak of the device?",
+            ),
+            Lane(
+                "model writer",
+                lambda: self.waits_for == "model writer",
+                lambda: engine.folder.tensors_read,
+                "Is the disk of output_dir alive?",
             ),
         ]
 
     @contextmanager
-    def _waiting(self, lane: str) -> Iterator[None]:
+    def waiting(self, lane: str) -> Iterator[None]:
         self.waits_for = lane
         try:
             yield
@@ -226,13 +243,18 @@ class Loop:
         """Measure the loss on the evaluation sets and record it; a second call at one step measures nothing."""
         if self.last_eval is None or self.last_eval[0] != self.totals.step:
             rows = min(self.config.train.per_device_eval_batch_size, self.engine.plan.micro_batch_rows)
-            metrics = evaluate(self.engine, self.data.eval, rows=rows, pad_id=self.data.pad_id, show=self.progress.activity)
+            with self.waiting("device"):
+                metrics = evaluate(self.engine, self.data.eval, rows=rows, pad_id=self.data.pad_id, show=self._show_evaluation)
             self._record(metrics, epoch)
             losses = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items() if key.endswith("loss"))
             logger.info("step %d/%d: %s", self.totals.step, self.cadence.total_steps, losses)
             self.last_eval = (self.totals.step, metrics)
             self.schedule.observe(next(value for key, value in metrics.items() if key.endswith("loss")))
         return {**self.last_eval[1], "epoch": epoch}
+
+    def _show_evaluation(self, text: str) -> None:
+        self._num_evaluated += 1
+        self.progress.activity(text)
 
     def _finish(self, epoch: float) -> dict[str, float]:
         self.engine.settle()

@@ -59,6 +59,19 @@ class Meter:
 
 
 def model_flops(micro_batches: Sequence[MicroBatch], flops_per_token: Callable[[float], float]) -> float:
-    """Model FLOPs of a step on its real tokens; attention counts the length of each row."""
-    lengths = [int(length) for micro_batch in micro_batches for length in micro_batch.lengths]
+    """Model FLOPs of a step on its real tokens; attention counts what a token can see: its row, or its sample in it where those
+    are isolated."""
+    lengths = [length for micro_batch in micro_batches for length in seen_lengths(micro_batch)]
     return sum(length * flops_per_token(length) for length in lengths if length)
+
+
+def seen_lengths(micro_batch: MicroBatch) -> list[int]:
+    """Tokens of every stretch in which tokens see each other, padding not counted."""
+    lengths = [int(length) for length in micro_batch.lengths]
+    if not micro_batch.isolated or micro_batch.position_ids is None:
+        return lengths
+    found: list[int] = []
+    for positions, length in zip(micro_batch.position_ids, lengths, strict=True):
+        starts = (positions[:length] == 0).nonzero().flatten().tolist()
+        found += [end - start for start, end in zip(starts, [*starts[1:], length], strict=True)]
+    return found

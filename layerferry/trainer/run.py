@@ -28,6 +28,7 @@ from layerferry.data.batches import PAD_MULTIPLE
 from layerferry.engine.anomaly import WatchfulTape
 from layerferry.engine.engine import Engine
 from layerferry.errors import ConfigError
+from layerferry.interop.checks import check
 from layerferry.models.build import read_config
 from layerferry.optim.base import Optimizer
 from layerferry.optim.choose import optimizer_for
@@ -53,6 +54,7 @@ from layerferry.trainer.resume import Start, find_start
 from layerferry.trainer.retreat import retreat
 from layerferry.trainer.state import RunState, changes, check_data, data_facts, settings_of
 from layerferry.trainer.timeline import StepRecorder
+from layerferry.trainer.watchdog import Watchdog
 
 logger = logging.getLogger("layerferry.trainer")
 
@@ -65,6 +67,7 @@ POSITION_TABLES = ("biogpt", "codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo"
 
 def train(config: Config) -> None:
     """Run what ``config`` asks for: training, evaluation, or both."""
+    check(config)  # once more where a file was read; a configuration made in Python has seen none of it
     trackers = tracker_names(config.train.report_to)
     check_folder(config.train)
     start = find_start(config.train)
@@ -191,8 +194,6 @@ def steps_of(config: Config, sampler: Sampler) -> int:
     if steps > MAX_STEPS:
         key, value = ("max_steps", f"{max_steps}") if max_steps > 0 else ("num_train_epochs", f"{epochs:g}")
         raise ConfigError(f"{key}: {value} makes {steps:.3g} steps, at most {MAX_STEPS} are taken")
-    if steps <= 0:
-        raise ConfigError(f"num_train_epochs: {epochs:g} trains nothing")
     return sampler.total_steps(epochs, max_steps)
 
 
@@ -239,17 +240,19 @@ def run(loop: Loop, folder: Path) -> None:
     """Train, save, evaluate, and leave LLaMA-Factory's files in ``folder``."""
     config, history = loop.config, loop.history
     epoch = 0.0
-    if config.train.do_train:
-        metrics = loop.run()
-        epoch = metrics["epoch"]
-        loop.progress.activity("saving the model")
-        save_model(folder, loop.engine, loop.tokenizer)
-        history.write_results("train", metrics)
-    if wants_evaluation(config):
-        metrics = loop.evaluate(epoch)
-        if config.train.stage == "pt" and "eval_loss" in metrics:
-            metrics["perplexity"] = _perplexity(metrics["eval_loss"])
-        history.write_results("eval", metrics)
+    with Watchdog(loop.lanes(), 60 * config.train.watchdog_minutes):
+        if config.train.do_train:
+            metrics = loop.run()
+            epoch = metrics["epoch"]
+            loop.progress.activity("saving the model")
+            with loop.waiting("model writer"):
+                save_model(folder, loop.engine, loop.tokenizer)
+            history.write_results("train", metrics)
+        if wants_evaluation(config):
+            metrics = loop.evaluate(epoch)
+            if config.train.stage == "pt" and "eval_loss" in metrics:
+                metrics["perplexity"] = _perplexity(metrics["eval_loss"])
+            history.write_results("eval", metrics)
     history.write_state(folder)
     if config.train.do_train:
         write_card(folder, config, loop.engine, history, loop.cadence.total_steps)
@@ -275,5 +278,5 @@ def _say_what_comes(config: Config, data: DataSets, sampler: Sampler, total_step
     """One line: rows, epochs, steps."""
     facts: dict[str, Any] = {"rows": len(data.train), "rows a step": sampler.step_rows, "steps": total_steps}
     facts |= {f"{name} rows": len(samples) for name, samples in data.eval.items()}
-    facts["epochs"] = f"{total_steps / sampler.steps_per_epoch:.3g}"
+    facts["epochs"] = f"{sampler.epochs_of(total_steps):.3g}"
     logger.info("training: %s", ", ".join(f"{value} {name}" for name, value in facts.items()))

@@ -14,7 +14,7 @@ from layerferry.errors import DataError
 from tests.data import lf
 
 
-def config(folder: Path, **data: bool) -> Config:
+def config(folder: Path, **data: object) -> Config:
     rows = [{"prompt": f"q{n}", "completion": f"a{n}"} for n in range(5)] + [{"prompt": "q", "completion": ""}]
     file = folder / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
@@ -43,6 +43,13 @@ def test_trained_tokens_stand_out(tmp_path: Path) -> None:
     assert "⟦a1" in second
     (coloured,) = preview.render(config(tmp_path), lf.tokenizer(), 1)
     assert "\x1b[32ma0<|im_end|>\n\x1b[0m" in coloured
+
+
+def test_rows_are_counted(tmp_path: Path) -> None:
+    """Before anything is dropped, and those held out apart."""
+    assert preview.counts(config(tmp_path)) == "rows in the files: 6 for training; held out: none"
+    assert preview.counts(config(tmp_path, val_size=2)) == "rows in the files: 4 for training; held out: 2 eval"
+    assert preview.counts(config(tmp_path, eval_dataset=(str(tmp_path / "rows.jsonl"),))).endswith("held out: 6 eval")
 
 
 def test_dropped_rows_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -116,8 +116,9 @@ class Life(RuleBasedStateMachine):
         self._train(BreakingFiles(at, code, lasting=lasting), "streamed", None, after=after)
 
     @precondition(lambda self: bool(checkpoints(self.output)))
-    @rule(which=st.integers(0, 5), file=st.integers(0, 30), kind=st.sampled_from(KINDS))
+    @rule(which=st.sampled_from([0, 0, 0, 1, 2]), file=st.integers(0, 30), kind=st.sampled_from(KINDS))
     def corrupt(self, which: int, file: int, kind: str) -> None:
+        """Mostly the newest one: the others are only looked at when that one is no good."""
         folders = checkpoints(self.output)
         folder = folders[which % len(folders)]
         files = sorted(folder.iterdir())
@@ -125,7 +126,7 @@ class Life(RuleBasedStateMachine):
             damage(files[file % len(files)], kind)
             counts["files damaged"] += 1
 
-    @precondition(lambda self: bool(checkpoints(self.output)))
+    @precondition(lambda self: len(checkpoints(self.output)) > 2)
     @rule(which=st.integers(0, 5))
     def lose(self, which: int) -> None:
         folders = checkpoints(self.output)
@@ -176,5 +177,5 @@ def test_lives(base: Path) -> None:
 
 @pytest.mark.soak
 def test_many_lives(base: Path) -> None:
-    live(base, lives=40, rules=12)
+    live(base, lives=60, rules=12)
     assert min(counts[name] for name in ("killed", "stopped", "disks broken", "files damaged", "offers taken")) >= 10

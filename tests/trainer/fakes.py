@@ -38,6 +38,7 @@ class FakeEngine:
         return SimpleNamespace(micro_batch_rows=self.rows)
 
     num_steps = 0
+    folder = SimpleNamespace(tensors_read=0)
 
     @property
     def deferred(self) -> SimpleNamespace:

@@ -6,13 +6,15 @@ import json
 import logging
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from layerferry.engine.engine import StepReport
+from layerferry.engine.engine import EvalReport, StepReport
 from layerferry.errors import DataError, Interrupted, LayerFerryError
+from layerferry.trainer import run, watchdog
 from layerferry.trainer.state import RunState
 from tests.trainer.fakes import FakeEngine, make_config, make_loop, read_lines
 
@@ -57,6 +59,62 @@ def test_a_skipped_step_advances_neither_step_nor_schedule(tmp_path: Path, caplo
     assert [value for name, value in engine.calls if name == "step"] == pytest.approx([0.0, 0.1, 0.1, 0.1, 0.2])
     assert [(e["step"], e["loss"]) for e in loop.history.entries if "loss" in e] == [(1, 1.0), (2, 2.0), (3, 3.0)]
     assert caplog.text.count("the step after step 1 was skipped") == 2
+
+
+def test_an_epoch_that_ends_in_a_skipped_step_is_evaluated_and_saved(tmp_path: Path) -> None:
+    """Steps of 2 of 7 rows: the fourth of each epoch ends it. The cursor that is saved stands behind the skipped rows."""
+    engine = FakeEngine([1.0, 1.0, 1.0, None, 2.0, 2.0, 2.0, None, 3.0])
+    config = make_config(tmp_path, max_steps=7, eval_strategy="epoch", save_strategy="epoch")
+    loop = make_loop(config, engine, num_eval_rows=2)
+    loop.run()
+    assert [e["step"] for e in loop.history.entries if "eval_loss" in e] == [3, 6, 7]
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-6", "checkpoint-7"}
+    state = RunState.read(tmp_path / "checkpoint-3")
+    assert (state.cursor.epoch, state.cursor.position, state.totals.skipped) == (1, 0, 1)
+
+
+def test_nothing_is_saved_before_the_first_step(tmp_path: Path) -> None:
+    engine = FakeEngine([None, None, None, None, 1.0])
+    make_loop(make_config(tmp_path, max_steps=1, save_strategy="epoch"), engine).run()
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1"}
+
+
+class Standing(FakeEngine):
+    """Stands still in ``where``, until it is let go."""
+
+    def __init__(self, where: str, let_go: threading.Event) -> None:
+        super().__init__([1.0] * 3)
+        self.where, self.let_go = where, let_go
+
+    def _stand(self, where: str) -> None:
+        if where == self.where:
+            assert self.let_go.wait(30)
+
+    def evaluate(self, micro_batches: Any, objective: Any = None) -> EvalReport:
+        self._stand("evaluate")
+        return super().evaluate(micro_batches, objective)
+
+    def save_pretrained(self, folder: Path, *, tokenizer: Any = None) -> None:
+        self._stand("save")
+        super().save_pretrained(folder, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(("where", "name"), [("evaluate", "device"), ("save", "model writer")])
+def test_the_watchdog_sees_evaluation_and_the_last_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, name: str
+) -> None:
+    stalled: list[str] = []
+    let_go = threading.Event()
+
+    def on_stall(lanes: Any, patience_s: float) -> None:
+        stalled.extend(lane.name for lane in lanes)
+        let_go.set()
+
+    monkeypatch.setattr(watchdog, "end_process", on_stall)
+    config = make_config(tmp_path, max_steps=3, do_eval=True, save_strategy="no", watchdog_minutes=0.3 / 60)
+    monkeypatch.setattr(run, "write_card", lambda *arguments: None)
+    run.run(make_loop(config, Standing(where, let_go), num_eval_rows=2), tmp_path)
+    assert stalled == [name]
 
 
 @pytest.mark.parametrize("most", [10, 0])

@@ -30,6 +30,16 @@ def test_a_window_of_recent_steps() -> None:
     assert meter.mfu is None
 
 
+def test_isolated_samples_see_themselves_alone() -> None:
+    """Rows of 3 + 4 and of 5 tokens, one of padding that begins anew: as three rows of their own."""
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2, 3, 4, 0, 1, 2]])
+    given = {"input_ids": ids, "labels": ids, "lengths": torch.tensor([7, 5]), "position_ids": positions}
+    alone = model_flops([MicroBatch(**given, isolated=True)], lambda length: 10 + length)
+    assert alone == 3 * 13 + 4 * 14 + 5 * 15
+    assert model_flops([MicroBatch(**given)], lambda length: 10 + length) == 7 * 17 + 5 * 15
+
+
 def test_model_flops_counts_real_tokens() -> None:
     ids = torch.zeros(2, 8, dtype=torch.int64)
     batch = MicroBatch(input_ids=ids, labels=ids, lengths=torch.tensor([3, 8]))

@@ -195,7 +195,7 @@ def test_evaluation_alone(model_folder: Path, rows: Path, tmp_path: Path) -> Non
     ("change", "message"),
     [
         ({"do_train": False}, "nothing to do"),
-        ({"num_train_epochs": 0}, "num_train_epochs: 0 trains nothing"),
+        ({"num_train_epochs": 0}, "num_train_epochs: expected more than 0, or max_steps"),
         ({"num_train_epochs": 1e300}, r"num_train_epochs: 1e\+300 makes 4e\+300 steps, at most 1000000000"),
         ({"num_train_epochs": math.inf, "max_steps": 2}, "num_train_epochs: expected a finite number, found inf"),
         ({"max_steps": 10**9 + 1}, "max_steps: 1000000001 makes"),
@@ -209,6 +209,15 @@ def test_refused_before_the_model_is_loaded(
     monkeypatch.setattr("layerferry.api.load", lambda *a, **k: pytest.fail("loaded"))
     with pytest.raises(ConfigError, match=message):
         train(make_config(model_folder, rows, tmp_path / "out", **change))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_configuration_made_in_python_is_checked_as_a_file_is(model_folder: Path, rows: Path, tmp_path: Path) -> None:
+    given = make_config(model_folder, rows, tmp_path / "out")
+    with pytest.raises(ConfigError, match="adam_beta2: expected less than 1"):
+        train(replace(given, optim=replace(given.optim, adam_beta2=1.0)))
+    with pytest.raises(ConfigError, match="device: expected auto, cuda, .* found 'tpu'"):
+        train(replace(given, engine=replace(given.engine, device="tpu")))
     assert not (tmp_path / "out").exists()
 
 
