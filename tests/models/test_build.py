@@ -35,7 +35,6 @@ def folder_of(folder: Path, **changes: Any) -> str:
         ({"model_type": "lama"}, "model type `lama`"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0, a model has at least 1"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1, a model has at least 1"),
-        ({"model_type": "gpt2", "n_layer": 0}, "num_hidden_layers is 0"),
     ],
 )
 def test_a_config_that_transformers_refuses(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
