@@ -9,6 +9,7 @@ last unit could be updated again. Prints one JSON object.
 
 from __future__ import annotations
 
+import argparse
 import mmap
 import os
 import shutil
@@ -62,7 +63,7 @@ def raw_bytes_per_s(folder: Path, num_bytes: int, threads: int) -> float:
     return num_bytes // RAW_BYTES * RAW_BYTES / seconds
 
 
-def main(argv: list[str] | None = None) -> None:
+def parser() -> argparse.ArgumentParser:
     parser = options(__doc__)
     parser.add_argument("--model", default="qwen2.5-1.5b", help="a shape of shapes.py")
     parser.add_argument("--layers", type=int, default=2)
@@ -71,7 +72,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--spare", type=float, default=0.0, help="GiB of host memory for copies")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--work", type=Path, default=Path("save_benchmark"), help="folder on the disk that is measured")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
     args.work.mkdir(parents=True, exist_ok=True)
     engine = engine_of(args)
     saver = Saver(engine, args.work, run="0123456789abcdef", keep=1, spare_bytes=lambda: int(args.spare * GIB))

@@ -132,6 +132,9 @@ class TrainConfig:
     """tensorboard, wandb."""
     run_name: str | None = None
     seed: int = 42
+    full_determinism: bool = False
+    """Deterministic kernels only: on CUDA a run repeated or resumed under the same plan has the same bits, at some cost of speed.
+    (On the CPU bits are equal anyway.)"""
     data_seed: int | None = None
     disable_shuffling: bool = False
     dataloader_drop_last: bool = False
@@ -250,6 +253,11 @@ def cache_folder() -> Path:
         return Path(named)
     base = os.environ.get("XDG_CACHE_HOME", "").strip()
     return (Path(base) if base else Path(os.path.expanduser("~"), ".cache")) / "layerferry"
+
+
+def fix_cublas_workspace() -> None:
+    """Sets CUBLAS_WORKSPACE_CONFIG, unless it is set: what cuBLAS needs to be deterministic, read when it is first used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def _is_true(name: str) -> bool:

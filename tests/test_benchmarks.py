@@ -270,8 +270,60 @@ def test_the_gap_of_curves_is_measured_over_the_last_steps() -> None:
     assert noise == pytest.approx(2 * 0.3 * (10 / 9) ** 0.5 / 10**0.5 / 3.0)
 
 
-@pytest.mark.parametrize("name", ["step", "sweep", "resident", "layer", "head", "link", "adamw", "curves"])
+@pytest.mark.parametrize("name", ["step", "sweep", "resident", "layer", "head", "link", "adamw", "curves", "save", "kill_resume"])
 def test_help_explains_itself(name: str) -> None:
     text = program(name).parser().format_help()
     assert f"python benchmarks/{name}.py" in text, "no example"
     assert sys.modules[name].__file__ == str(FOLDER / f"{name}.py")
+
+
+# ---------------------------------------------------------------- killed runs
+
+
+def test_a_killed_run_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
+    """Two kills, the second inside a save, and no difference."""
+    sizes = "--model tiny --layers 1 --vocab 1500 --home 1 --row-tokens 16 --rows 2 --micro-batch-rows 1"
+    command = [
+        *(sys.executable, str(FOLDER / "kill_resume.py"), "--device", "cpu", "--work", str(tmp_path / "work"), *sizes.split()),
+        *("--steps", "60", "--save-steps", "2", "--kills", "2"),
+    ]
+    done = subprocess.run([*command, "--seconds", "110"], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout)
+    assert row["largest_difference"] == 0 and row["same_weights"] and len(row["kills"]) == 2 and len(row["resumed_from"]) >= 2
+    assert row["first_loss"] > row["last_loss"]
+
+
+def test_a_killed_run_that_is_out_of_time_goes_on(tmp_path: Path) -> None:
+    """The same command takes up what was done; other settings begin anew."""
+    kill_resume = program("kill_resume")
+    argv = ["--model", "tiny", "--layers", "1", "--vocab", "64", "--work", str(tmp_path / "work")]
+    course = kill_resume.Course(kill_resume.parser().parse_args(argv))
+    course.kills.append("at step 7")
+    course.keep()
+    rows = (tmp_path / "work" / "rows.jsonl").stat().st_ino
+    assert kill_resume.Course(kill_resume.parser().parse_args([*argv, "--seconds", "5"])).kills == ["at step 7"]
+    assert (tmp_path / "work" / "rows.jsonl").stat().st_ino == rows
+    assert kill_resume.Course(kill_resume.parser().parse_args([*argv, "--steps", "50"])).kills == []
+    course = kill_resume.Course(kill_resume.parser().parse_args([*argv, "--seconds", "0"]))
+
+    class Living:
+        killed = False
+
+        def has_ended(self) -> bool:
+            return False
+
+        def kill(self) -> None:
+            self.killed = True
+
+    child = Living()
+    with pytest.raises(kill_resume.NotDone, match="waiting for a save: the same command goes on"):
+        course.wait(child, lambda: False, "a save")
+    assert child.killed
+
+
+def test_a_save_beside_the_raw_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--model", "tiny", "--device", "cpu", "--vocab", "0", "--repeats", "1", "--work", str(tmp_path / "disk")]
+    (row,) = rows_of("save", [*argv, "--spare", "1", "--home", "1"], capsys)
+    assert row["raw_gb_per_s"] > 0 and row["save_gb_per_s"] > 0 and row["released_s"] > 0
+    assert not (tmp_path / "disk").exists()

@@ -43,6 +43,7 @@ from layerferry.planner.report import render
 from layerferry.trainer.cadence import Cadence
 from layerferry.trainer.card import model_card
 from layerferry.trainer.checkpoints import Checkpoints, save_model, side_files
+from layerferry.trainer.determinism import deterministic_kernels
 from layerferry.trainer.folder import check_folder, open_folder
 from layerferry.trainer.history import History, clock_time
 from layerferry.trainer.loop import Loop
@@ -83,6 +84,8 @@ def train(config: Config) -> None:
         raise ConfigError("do_eval: true needs rows to evaluate on: set val_size or eval_dataset")
     schedule = schedule_of(config.optim, total_steps)
     with ExitStack() as stack:
+        if config.train.full_determinism:
+            stack.enter_context(deterministic_kernels())
         stack.enter_context(FolderLock(Path(config.train.output_dir)))
         if start is not None:
             check_start(start, config, data, sampler, total_steps)
