@@ -2,7 +2,8 @@
 
 The model is the run that was left alone. Every checkpoint that is whole must equal, byte for byte, the one that this run had
 at that step; damage must be found before a step, and the offer that the message makes must be taken up; and
-whatever came before, the run that is at last left alone must end in the same bytes. Short here; long in ``make soak``.
+whatever came before, the run that is at last left alone must end in the same bytes. Rules have no preconditions: several threads
+write, so what a kill leaves depends on their turns, and a rule without an object does nothing. Short here; long in ``make soak``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from layerferry.checkpoint.folders import PARTIAL, checkpoints
 from layerferry.checkpoint.manifest import Manifest
@@ -115,23 +116,21 @@ class Life(RuleBasedStateMachine):
         counts["disks broken"] += 1
         self._train(BreakingFiles(at, code, lasting=lasting), "streamed", None, after=after)
 
-    @precondition(lambda self: bool(checkpoints(self.output)))
     @rule(which=st.sampled_from([0, 0, 0, 1, 2]), file=st.integers(0, 30), kind=st.sampled_from(KINDS))
     def corrupt(self, which: int, file: int, kind: str) -> None:
         """Mostly the newest one: the others are only looked at when that one is no good."""
         folders = checkpoints(self.output)
-        folder = folders[which % len(folders)]
-        files = sorted(folder.iterdir())
+        files = sorted(folders[which % len(folders)].iterdir()) if folders else []
         if files:
             damage(files[file % len(files)], kind)
             counts["files damaged"] += 1
 
-    @precondition(lambda self: len(checkpoints(self.output)) > 2)
     @rule(which=st.integers(0, 5))
     def lose(self, which: int) -> None:
         folders = checkpoints(self.output)
-        shutil.rmtree(folders[which % len(folders)])
-        counts["checkpoints lost"] += 1
+        if len(folders) > 2:
+            shutil.rmtree(folders[which % len(folders)])
+            counts["checkpoints lost"] += 1
 
     @invariant()
     def whole_checkpoints_are_right(self) -> None:
