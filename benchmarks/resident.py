@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from layerferry.backends import Backend, make
 from layerferry.engine.batch import MicroBatch
 from layerferry.engine.compiled import budget_backend
+from layerferry.layout import Entry
 from layerferry.models.build import build_on_meta, owner_types
 from layerferry.models.skeleton import Skeleton
 from layerferry.objectives.base import Targets
@@ -43,12 +44,13 @@ class WholeHead:
     def __init__(self, weight: nn.Parameter, total: Tensor, chunk_tokens: int) -> None:
         self._weight, self._total, self._chunk_tokens = weight, total, chunk_tokens
         self.skeleton = self.accumulator = self
-        self.head = ("weight", None)
+        shape = tuple(weight.shape)
+        self.head = (Entry(name="weight", shape=shape, dtype=weight.dtype, offset=0, decays=True), None)
 
     def head_weight(self) -> tuple[Tensor, None]:
         return self._weight, None
 
-    def view(self, name: str) -> Tensor:
+    def view(self, entry: Entry) -> Tensor:
         return self._total
 
     def before_head(self, hidden: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from layerferry.errors import CheckpointError, ConfigError
 from layerferry.layout import FP32_PLANE, GRAD_PLANE
 from layerferry.models import experts, varlen
 from layerferry.models.build import ATTENTION, build_on_meta, read_config, refuse_missing_folder, take_block_size
+from layerferry.models.frozen import freeze, freeze_alike
 from layerferry.models.grown import GrownSource, grown_rows
 from layerferry.models.initial import initial_parameters
 from layerferry.models.parameter_source import ParameterSource
@@ -57,7 +58,8 @@ def load(
     num_tokens: int | None = None,
     **engine_options: Any,
 ) -> Engine:
-    """An engine that trains ``model`` (folder, hub id, or a live model whose weights are copied).
+    """An engine that trains ``model`` (folder, hub id, or a live model whose weights are copied, and whose parameters stay
+    frozen where ``requires_grad`` is off).
 
     ``config`` carries every setting of a run; without it, ``engine_options`` are fields of ``EngineConfig`` (``device``,
     ``device_memory``, ``micro_batch_rows`` ...) and ``row_tokens`` is the longest row that will be trained. ``plan`` None:
@@ -77,6 +79,7 @@ def load(
     built, source, folder = _build(config, live, num_tokens)
     if weights is not None:
         source = ParameterSource(built, CheckpointFolder(weights))
+    freeze(built, config.train) if live is None else freeze_alike(built, live)
     if backend.device.type == "cuda":
         experts.use_where_needed(built)
     if backend.device.type == "cuda" and config.model.flash_attn == "auto":

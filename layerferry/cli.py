@@ -261,7 +261,7 @@ def _log_to_stderr() -> None:
 
 _DESCRIPTION = """\
 Full-precision, full-parameter training of language models far larger than the GPU's memory, on one GPU.
-Takes LLaMA-Factory's configuration files and data unchanged (stages pt and sft, finetuning_type full)."""
+Takes LLaMA-Factory's configuration files and data unchanged (stages pt and sft, finetuning_type full and freeze)."""
 
 _EPILOG = """\
 exit codes: 0 done, 1 wrong or failed, 2 user error, 3 does not fit this machine, 4 model refused

@@ -100,6 +100,15 @@ class TrainConfig:
 
     stage: str = "sft"
     finetuning_type: str = "full"
+    """full, or freeze: only what the next four name is trained; the rest holds 2 bytes a parameter."""
+    freeze_trainable_layers: int = 2
+    """The last n layers; the first -n where negative."""
+    freeze_trainable_modules: tuple[str, ...] = ("all",)
+    """Modules of those layers (mlp, self_attn ...), or all."""
+    freeze_extra_modules: tuple[str, ...] = ()
+    """Modules outside the layers that are trained too: embed_tokens, lm_head, norm ..."""
+    use_llama_pro: bool = False
+    """Train every (number of layers / n)-th layer instead: those that a block expansion has put in."""
     output_dir: str = "outputs"
     overwrite_output_dir: bool = False
     resume_from_checkpoint: str | None = None

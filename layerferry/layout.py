@@ -4,7 +4,8 @@ A unit is streamed as one piece, so its parameters lie in one flat vector, and e
 gradient, optimizer state) is such a vector with the same order. The vector has at most two typed *sections*: parameters that are
 computed with in bf16, whose fp32 master is split into the bf16 weight plane and an int16 residue plane, and parameters
 that must stay fp32 (router gates of some families; everything in fp32 mode), which have no residue. Inside a section,
-parameters that take weight decay come first, so that a step is at most four contiguous spans. Every parameter starts on a
+parameters that take weight decay come first, so that a step is at most four contiguous spans, and frozen ones last: only the
+weight plane reaches over them, every other plane ends with the trained ones, at the same offsets. Every parameter starts on a
 256-byte boundary of the narrowest plane: views into a slot are as aligned as separate allocations would be.
 
 Padding elements between parameters are zero in every plane and stay zero under every optimizer.
@@ -44,6 +45,7 @@ class Entry:
     dtype: torch.dtype
     offset: int
     decays: bool
+    trained: bool = True
 
     @property
     def numel(self) -> int:
@@ -63,6 +65,8 @@ class ParameterSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     decays: bool = True
+    trained: bool = True
+    """False: frozen. It has a weight and nothing else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,33 +81,47 @@ class Span:
 
 @dataclass(frozen=True)
 class Layout:
-    """Frozen map of one unit: entries in plane order, and the padded length of each section in elements."""
+    """Frozen map of one unit: entries in plane order, and the padded length of each section in elements.
+
+    ``trained_numel`` is what of ``section_numel`` the trained parameters take, which come first; ``spans`` cover just that.
+    """
 
     entries: tuple[Entry, ...]
     section_numel: tuple[int, int]
+    trained_numel: tuple[int, int]
     spans: tuple[Span, ...]
 
     @classmethod
     def of(cls, parameters: Iterable[ParameterSpec]) -> Layout:
-        """Lay parameters out: sections in the order of ``SECTION_DTYPES``, decayed ones first in each, given order kept."""
+        """Lay parameters out: sections in the order of ``SECTION_DTYPES``; in each the decayed ones, the other trained ones,
+        the frozen ones; given order kept."""
         given = tuple(parameters)
         entries: list[Entry] = []
         spans: list[Span] = []
         section_numel: list[int] = []
+        trained_numel: list[int] = []
         for dtype in SECTION_DTYPES:
             cursor = 0
-            for decays in (True, False):
+            for trained, decays in ((True, True), (True, False), (False, False)):
                 start = cursor
+                if not trained:
+                    trained_numel.append(cursor)
                 for spec in given:
-                    if spec.dtype == dtype and spec.decays == decays:
-                        entry = Entry(name=spec.name, shape=tuple(spec.shape), dtype=dtype, offset=cursor, decays=decays)
+                    if spec.dtype == dtype and spec.trained == trained and (spec.decays and trained) == decays:
+                        shape = tuple(spec.shape)
+                        entry = Entry(name=spec.name, shape=shape, dtype=dtype, offset=cursor, decays=decays, trained=trained)
                         entries.append(entry)
                         cursor += entry.padded_numel
-                if cursor > start:
+                if trained and cursor > start:
                     spans.append(Span(dtype=dtype, start=start, stop=cursor, decays=decays))
             section_numel.append(cursor)
         assert len(entries) == len(given), "a parameter has a dtype without a section"
-        return cls(tuple(entries), (section_numel[0], section_numel[1]), tuple(spans))
+        return cls(
+            entries=tuple(entries),
+            section_numel=(section_numel[0], section_numel[1]),
+            trained_numel=(trained_numel[0], trained_numel[1]),
+            spans=tuple(spans),
+        )
 
     @cached_property
     def by_name(self) -> dict[str, Entry]:
@@ -114,10 +132,21 @@ class Layout:
         """Parameters of the unit, padding not counted: the P of bytes per parameter."""
         return sum(entry.numel for entry in self.entries)
 
+    @cached_property
+    def num_trained(self) -> int:
+        """Parameters of the unit that are trained."""
+        return sum(entry.numel for entry in self.entries if entry.trained)
+
+    def numel_in(self, plane: PlaneSpec) -> tuple[int, int]:
+        """Elements of each section of one plane of this unit."""
+        return self.section_numel if plane.frozen else self.trained_numel
+
     def place(self, entry: Entry, plane: PlaneSpec) -> slice | None:
-        """Bytes of ``entry``, padding included, in one plane of this unit; None where the plane has no such section."""
+        """Bytes of ``entry``, padding included, in one plane of this unit; None where the plane does not hold it."""
+        if not (entry.trained or plane.frozen):
+            return None
         begin = 0
-        for section, numel, dtype in zip(SECTION_DTYPES, self.section_numel, plane.dtypes, strict=True):
+        for section, numel, dtype in zip(SECTION_DTYPES, self.numel_in(plane), plane.dtypes, strict=True):
             if section == entry.dtype:
                 size = 0 if dtype is None else dtype.itemsize
                 start = begin + entry.offset * size
@@ -127,25 +156,27 @@ class Layout:
 
     def bytes(self, plane: PlaneSpec) -> int:
         """Bytes of one plane of this unit."""
-        return sum(plane.section_bytes(numel, dtype) for numel, dtype in zip(self.section_numel, plane.dtypes, strict=True))
+        return sum(plane.section_bytes(numel, dtype) for numel, dtype in zip(self.numel_in(plane), plane.dtypes, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class PlaneSpec:
     """Element types of a plane, one per section of ``SECTION_DTYPES``; None where the plane has no such section.
 
-    ``coded``: elements are 8-bit codes, and behind each section lies one exponent byte per ``BLOCK_ELEMENTS``.
+    ``coded``: elements are 8-bit codes, and behind each section lies one exponent byte per ``BLOCK_ELEMENTS``. ``frozen``: frozen
+    parameters have elements in it too; of all planes only the weights.
     """
 
     dtypes: tuple[torch.dtype | None, torch.dtype | None]
     coded: bool = False
+    frozen: bool = False
 
     def section_bytes(self, numel: int, dtype: torch.dtype | None) -> int:
         """Of ``numel`` elements, whole blocks."""
         return 0 if dtype is None else numel * dtype.itemsize + (numel // BLOCK_ELEMENTS if self.coded else 0)
 
 
-WEIGHT_PLANE = PlaneSpec((torch.bfloat16, torch.float32))
+WEIGHT_PLANE = PlaneSpec((torch.bfloat16, torch.float32), frozen=True)
 RESIDUE_PLANE = PlaneSpec((torch.int16, None))
 RESIDUE8_PLANE = PlaneSpec((torch.int8, None))
 """The next 8 bits below the bf16 weight: a master of 24 bits."""
@@ -173,7 +204,7 @@ class Plane:
         self.sections: dict[torch.dtype, Tensor] = {}
         self.exponents: dict[torch.dtype, Tensor] = {}
         cursor = 0
-        for section, numel, dtype in zip(SECTION_DTYPES, layout.section_numel, spec.dtypes, strict=True):
+        for section, numel, dtype in zip(SECTION_DTYPES, layout.numel_in(spec), spec.dtypes, strict=True):
             if dtype is not None and numel:
                 elements, end = cursor + numel * dtype.itemsize, cursor + spec.section_bytes(numel, dtype)
                 self.sections[section] = self.buffer[cursor:elements].view(dtype)
@@ -200,8 +231,13 @@ class Plane:
         """The parameter ``entry`` in its own shape."""
         return self.sections[entry.dtype][entry.offset : entry.offset + entry.numel].view(entry.shape)
 
+    def holds(self, entry: Entry) -> bool:
+        """Whether the parameter has elements in this plane."""
+        return entry.dtype in self.sections and (entry.trained or self.spec.frozen)
+
     def views(self) -> list[Tensor]:
-        return [self.view(entry) for entry in self.layout.entries]
+        """Every parameter that the plane holds, in layout order."""
+        return [self.view(entry) for entry in self.layout.entries if self.holds(entry)]
 
     def tensors(self) -> Sequence[Tensor]:
         return tuple(self.sections.values())

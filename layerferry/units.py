@@ -12,7 +12,7 @@ layout of its own. Rows of a table are contiguous in every plane, so a part is a
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
 from typing import NamedTuple, TypeAlias
@@ -44,6 +44,11 @@ class Unit:
         return self.layout.numel
 
     @property
+    def num_trained(self) -> int:
+        """Parameters that are trained; 0: the unit is frozen, and has neither gradient nor optimizer state."""
+        return self.layout.num_trained
+
+    @property
     def stream(self) -> int:
         """A number of its own, whatever the plan: the random numbers of its updates."""
         return zlib.crc32(self.names[self.layout.entries[0].name].encode())
@@ -61,6 +66,25 @@ class Unit:
         """Where its bytes lie in the unit's plane of ``spec``, and in a buffer of its own."""
         everything = slice(0, self.layout.bytes(spec))
         return [Stretch(everything, everything)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """How far down the backward goes."""
+
+    trains_prologue: bool
+    """All the way: something that runs before the first layer is trained."""
+    num_below: int
+    """Layers below everything that is trained: the backward never comes there."""
+    lowest: int | None
+    """Index of the unit with which it ends, where that is a layer."""
+
+    @classmethod
+    def of(cls, layers: Sequence[Unit], *, trains_prologue: bool) -> Reach:
+        trained = [number for number, unit in enumerate(layers) if unit.num_trained]
+        num_below = 0 if trains_prologue else trained[0] if trained else len(layers)
+        lowest = None if trains_prologue or not trained else layers[num_below].index
+        return cls(trains_prologue=trains_prologue, num_below=num_below, lowest=lowest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,6 +108,10 @@ class Part:
     @property
     def names(self) -> dict[str, str]:
         return self.unit.names
+
+    @property
+    def num_trained(self) -> int:
+        return self.layout.num_trained
 
     def stretches(self, spec: PlaneSpec) -> list[Stretch]:
         """Where its bytes lie in the unit's plane of ``spec``, and in a buffer of its own; padding travels along."""
@@ -135,7 +163,8 @@ def _part(unit: Unit, number: int, height: Mapping[str, int]) -> Part:
             rows[entry.name], shape = own, (len(own), *entry.shape[1:])
         elif number:
             continue
-        specs.append(ParameterSpec(name=entry.name, shape=shape, dtype=entry.dtype, decays=entry.decays))
+        trained = entry.trained
+        specs.append(ParameterSpec(name=entry.name, shape=shape, dtype=entry.dtype, decays=entry.decays, trained=trained))
     return Part(unit=unit, number=number, layout=Layout.of(specs), rows=rows)
 
 

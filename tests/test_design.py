@@ -170,7 +170,6 @@ def test_heavy_packages_are_imported_inside_functions() -> None:
 
 def test_every_setting_is_read() -> None:
     """Silence means honoured: a field that nothing reads would be a promise that nobody keeps."""
-    unread = {"finetuning_type"}  # full is the only one: the reader of files sees to it
     readers = [path for path in SOURCES if own_part(path) not in ("config", "interop")]
     sections = (
         config.ModelConfig,
@@ -182,7 +181,7 @@ def test_every_setting_is_read() -> None:
     )
     names = {field.name for section in sections for field in dataclasses.fields(section)}
     found = {text.rsplit(".", 1)[-1] for path in readers for text, _ in attributes(path)}
-    assert names - found <= unread
+    assert names <= found
 
 
 def test_public_names_are_frozen_and_resolve() -> None:

@@ -270,4 +270,4 @@ def test_the_picture_is_drawn_by_its_script(tmp_path: Path, monkeypatch: pytest.
     # each layer once, and downwards all but the three that the slots still hold: what the planner counts too
     from layerferry.planner.time import layer_uploads
 
-    assert len(uploads) == layer_uploads(script.LAYERS, script.NUM_SLOTS, 1)
+    assert len(uploads) == layer_uploads(script.LAYERS, 0, script.NUM_SLOTS, 1)

@@ -67,7 +67,7 @@ def test_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_is_read(recipe: Path) -> None:
     config = read_config(recipe, [])
-    assert config.train.finetuning_type == "full" and config.data.dataset and config.train.plot_loss
+    assert config.train.finetuning_type in ("full", "freeze") and config.data.dataset and config.train.plot_loss
 
 
 def byte_words() -> list[str]:

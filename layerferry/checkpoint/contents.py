@@ -155,11 +155,11 @@ class Contents:
         kinds = dict.fromkeys((*self._engine.optimizer.state_planes, RESIDUE))
         for kind in sorted(kinds, key=lambda kind: -max((plane.dtype.itemsize for plane in planes[kind].tensors()), default=0)):
             for entry in unit.layout.entries:
-                section = planes[kind].sections.get(entry.dtype)
-                if section is not None:
+                if planes[kind].holds(entry):
+                    dtype = planes[kind].sections[entry.dtype].dtype
                     name = SEPARATOR.join((kind, unit.names[entry.name]))
-                    yield TensorToWrite(name, entry.shape, section.dtype, Maker(self._seen, unit.index, kind, entry))
-                if entry.dtype in planes[kind].exponents:
+                    yield TensorToWrite(name, entry.shape, dtype, Maker(self._seen, unit.index, kind, entry))
+                if planes[kind].spec.coded and planes[kind].holds(entry):
                     name = SEPARATOR.join((exponents_of(kind), unit.names[entry.name]))
                     maker = ExponentMaker(self._seen, unit.index, kind, entry)
                     yield TensorToWrite(name, (-(-entry.numel // BLOCK_ELEMENTS),), torch.uint8, maker)

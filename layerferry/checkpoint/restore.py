@@ -52,7 +52,8 @@ def restore(engine: Engine, folder: Path, manifest: Manifest) -> None:
         for unit in engine.store.units:
             state.check_files(unit, pool)
             for entry in unit.layout.entries:
-                _restore_parameter(engine, unit, entry, state)
+                if entry.trained:
+                    _restore_parameter(engine, unit, entry, state)
     engine.num_steps = manifest.step
 
 
@@ -111,8 +112,9 @@ class _State:
         return SEPARATOR.join((kind, parameter)) in self._home
 
     def check_names(self, engine: Engine) -> None:
-        """The same parameters, and every plane of each: no more, no less."""
-        parameters = {unit.names[entry.name] for unit in engine.store.units for entry in unit.layout.entries}
+        """The same trained parameters, and every plane of each: no more, no less."""
+        entries = [(unit.names[entry.name], entry) for unit in engine.store.units for entry in unit.layout.entries]
+        parameters = {name for name, entry in entries if entry.trained}
         planes = self._manifest.state_planes
         kinds = [*planes, *(exponents_of(kind) for kind, dtype in planes.items() if dtype == CODES)]
         expected = {SEPARATOR.join((kind, name)) for kind in kinds for name in parameters}
@@ -121,7 +123,9 @@ class _State:
         surplus = sorted(set(self._home) - expected - residues)
         if missing or surplus:
             what = f"{missing[0]} is missing" if missing else f"{surplus[0]} belongs to no parameter"
-            raise CheckpointError(f"{self.folder}: the state of another model: {what}")
+            raise CheckpointError(
+                f"{self.folder}: the state of another model, or of other trained parameters (finetuning_type, freeze_...): {what}"
+            )
 
     def check_files(self, unit: Unit, pool: ThreadPoolExecutor) -> None:
         """Sum the files that hold the state of ``unit``, once each."""

@@ -41,6 +41,11 @@ class WatchfulTape(Tape):
             seen.append(super().pass_on(unit, micro_batch, template, hidden, call))
         return seen[0]
 
+    def pass_below(self, unit: Unit, micro_batch: int, template: Template, hidden: Tensor, call: LayerCall) -> Tensor:
+        with _looking(unit, micro_batch, hidden) as seen:
+            seen.append(super().pass_below(unit, micro_batch, template, hidden, call))
+        return seen[0]
+
     def backward(
         self,
         unit: Unit,
@@ -49,19 +54,21 @@ class WatchfulTape(Tape):
         gradients: Sequence[Tensor],
         accumulator: Plane,
         sides: SideGradients,
-    ) -> Tensor:
+    ) -> Tensor | None:
         where = f"micro-batch {micro_batch}"
         _look(gradients[0], f"the gradient of the output of {unit.name} (it comes from the head)", where)
         found = super().backward(unit, micro_batch, template, gradients, accumulator, sides)
         for entry in unit.layout.entries:
-            _look(accumulator.view(entry), f"the gradient of {unit.names[entry.name]}", where)
-        _look(found, f"the gradient of the input of {unit.name}", where)
+            if accumulator.holds(entry):
+                _look(accumulator.view(entry), f"the gradient of {unit.names[entry.name]}", where)
+        if found is not None:
+            _look(found, f"the gradient of the input of {unit.name}", where)
         return found
 
 
 def check_norms(engine: Engine, loss: float) -> None:
     """Behind a step that was not finite and in which no layer was to blame: the end whose gradient is not, or the loss."""
-    for unit in engine.store.units:
+    for unit in (unit for unit in engine.store.units if unit.num_trained):
         norm = float(engine.drain.norms[unit.index])
         if not math.isfinite(norm):
             raise NonFinite(f"the gradient of {unit.name} is not finite: its norm is {norm:g}")

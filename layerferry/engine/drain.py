@@ -4,7 +4,7 @@
 rounded once into a slab of the gradient plane's dtypes, the norm of exactly those bytes is taken (no extra pass over host
 memory), and the slab travels down while the next unit computes. In the second and later waves of a step the accumulator
 starts from the gradient already @host, which is brought back one unit ahead of its use (``expect``). A unit that is drained in
-parts (``units.divide``) has the norm of all their bytes.
+parts (``units.divide``) has the norm of all their bytes. A frozen one has an accumulator of no bytes, and nothing of it travels.
 
 TRAP: a parameter that got no gradient still owns its span and sends zeros (tests/engine/test_drain.py).
 """
@@ -93,23 +93,27 @@ class Drain:
         self.last_wave = True
         """Set by the engine before a wave: sums that stay @device leave it with the last one."""
         self.drained: dict[int, Fence] = {}
-        """Unit index -> passed once its gradient is in its plane."""
+        """Index of a trained unit -> passed once its gradient is in its plane."""
         self.norms: dict[int, Tensor] = {}
-        """Unit index -> 2-norm [] fp32 @device of the gradient as the optimizer will read it."""
+        """Index of a trained unit -> 2-norm [] fp32 @device of the gradient as the optimizer will read it."""
         self.drained_bytes = 0
+        self._nothing = backend.device_buffer(0)
         self._norms_of_parts: dict[int, dict[int, Tensor]] = {}
         self._expected: deque[Piece] = deque()
         self._landed: dict[tuple[int, int], tuple[Slab, Fence]] = {}
 
     def expect(self, pieces: Iterable[Piece]) -> None:
         """These gradients will be carried on, in this order: the first is on its way when this returns."""
-        self._expected = deque(piece for piece in pieces if not self._pool_of[piece.index].keeps)
+        self._expected = deque(piece for piece in pieces if piece.num_trained and not self._pool_of[piece.index].keeps)
         self._landed.clear()
         self._bring_next()
 
     @contextmanager
     def __call__(self, piece: Piece, *, carry: bool = False) -> Iterator[Plane]:
         """The fp32 accumulator of ``piece`` @device: zero, or with ``carry`` the sum of the step's earlier waves."""
+        if not piece.num_trained:
+            yield Plane(piece.layout, FP32_PLANE, self._nothing)
+            return
         pool = self._pool_of[piece.index]
         buffer = pool.accumulator(piece)
         accumulator = Plane(piece.layout, FP32_PLANE, buffer)

@@ -76,8 +76,8 @@ class EmbeddingParts:
 
     def forward(self, wave: Wave, inputs: Sequence[Inputs]) -> tuple[list[Pass], BoundTables]:
         passes: list[Pass] = []
-        rows = self._gather(inputs)
-        with self.feed(self.parts[0]) as slot, wave.tape.record(self.unit, slot):
+        rows, trains = self._gather(inputs), self.skeleton.reach.trains_prologue
+        with self.feed(self.parts[0]) as slot, wave.tape.record(self.unit, slot), torch.set_grad_enabled(trains):
             parameters, served = self._first(slot, inputs, rows)
             with standing_in(self.skeleton, self.unit, self.backend.device) as tables:
                 for (number, micro_batch), given, own in zip(wave.micro_batches, inputs, served, strict=True):
@@ -261,8 +261,8 @@ class HeadParts:
             weight=plane.view(weight),
             bias=None if bias is None else plane.view(bias),
             chunk_tokens=self.chunk_tokens,
-            weight_sum=None if sums is None else sums.view(weight),
-            bias_sum=None if sums is None or bias is None else sums.view(bias),
+            weight_sum=None if sums is None or not weight.trained else sums.view(weight),
+            bias_sum=None if sums is None or bias is None or not bias.trained else sums.view(bias),
         )
 
 

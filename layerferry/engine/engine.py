@@ -117,7 +117,7 @@ class Engine:
         self._head_parts = HeadParts.of(*lanes, plan.chunk_tokens, last)
         if plan.host_inputs and not plan.row_tokens:
             raise PlanError("host_inputs: inputs can only be kept @host where the plan says how long a row is: set row_tokens")
-        self.kept = KeptInputs(backend, self.clock, input_sizes(plan, skeleton.boundary))
+        self.kept = KeptInputs(backend, self.clock, input_sizes(plan, skeleton.boundary, skeleton.reach.num_below))
         self._sweep = Sweep(
             *lanes, self.kept, templates, plan.chunk_tokens, IsolationCheck(), EmbeddingParts.of(*lanes, first), self._head_parts
         )
@@ -177,7 +177,9 @@ class Engine:
                 objective=objective,
                 denominator=denominator,
                 step_seed=seed_of(self._seed, self.num_steps),
-                tape=self.tape_type(self._slots, rebuilt=self._rebuilt, audit=not self._audited),
+                tape=self.tape_type(
+                    self._slots, rebuilt=self._rebuilt, audit=not self._audited, lowest=self.skeleton.reach.lowest
+                ),
                 carry=number > 0,
                 router_loss=router_loss,
             )
@@ -195,13 +197,13 @@ class Engine:
 
     def _read(self, loss: Tensor, norms: dict[int, Tensor]) -> tuple[float, float]:
         """The one host synchronisation of a step: loss and global norm."""
-        total = torch.linalg.vector_norm(torch.stack([norms[unit.index] for unit in self.store.units]))
+        total = torch.linalg.vector_norm(torch.stack([norms[unit.index] for unit in self.store.units if unit.num_trained]))
         values = torch.stack([loss.float(), total]).tolist()
         return values[0], values[1]
 
     def _defer(self, hyper: StepHyper) -> None:
         self.feed.forget(stale=True)
-        self.deferred.defer(self.update_order, hyper, self.drain.drained)
+        self.deferred.defer([unit for unit in self.update_order if unit.num_trained], hyper, self.drain.drained)
 
     # ---------------------------------------------------------------- the rest
 
@@ -242,7 +244,7 @@ class Engine:
 
     @property
     def update_order(self) -> tuple[Unit, ...]:
-        """Every unit, in the order in which the next forward needs it."""
+        """Every unit, frozen ones too, in the order in which the next forward needs it."""
         ends = (self.skeleton.prologue_unit, self.skeleton.epilogue_unit)
         return (ends[0], *self.skeleton.layer_units, *(ends[1:] if ends[1] is not ends[0] else ()))
 
@@ -255,6 +257,11 @@ class Engine:
     @property
     def num_params(self) -> int:
         return self.store.num_params
+
+    @property
+    def num_trained(self) -> int:
+        """Parameters that are trained; the others are frozen."""
+        return self.store.num_trained
 
 
 def _moved(feed: Feed, drain: Drain, kept: KeptInputs) -> int:

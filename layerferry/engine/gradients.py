@@ -1,7 +1,7 @@
 """Asking autograd for gradients, and adding them up.
 
-``torch.autograd.grad`` refuses inputs that do not require grad; frozen parameters (router corrections that a family
-declares without gradient) are left out, and their spans stay zero.
+``torch.autograd.grad`` refuses inputs that do not require grad; frozen parameters (layers that are not trained, router
+corrections that a family declares without gradient) are left out, and have no place in an accumulator.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ def gradients_of(
 ) -> list[Tensor | None]:
     """dL/d(inputs) for dL/d(outputs) = ``gradients`` (None: an output that is the loss); None where there is no path. An edge
     stands for an output whose values are gone."""
+    if not outputs:
+        return [None] * len(inputs)
     asked = [tensor for tensor in inputs if tensor.requires_grad]
     edges: list[Any] = list(outputs)  # tensors and edges may be mixed, which its annotation does not say
     found = iter(torch.autograd.grad(edges, asked, list(gradients), allow_unused=True))
@@ -29,6 +31,6 @@ def gradients_of(
 
 def add_gradients(accumulator: Plane, gradients: Sequence[Tensor | None]) -> None:
     """Add gradients, in layout order, to the fp32 accumulator; a missing one leaves its span as it is."""
-    for target, gradient in zip(accumulator.views(), gradients, strict=True):
+    for entry, gradient in zip(accumulator.layout.entries, gradients, strict=True):
         if gradient is not None:
-            target.add_(gradient)
+            accumulator.view(entry).add_(gradient)

@@ -67,7 +67,7 @@ class KeptInputs:
     """Owns the places @host and the landings. All calls come from the thread that runs the sweeps."""
 
     def __init__(self, backend: Backend, clock: Clock, sizes: InputSizes) -> None:
-        self._backend, self._clock = backend, clock
+        self._backend, self._clock, self._first = backend, clock, sizes.first_layer
         self._places = [
             [Place(backend.host_buffer(sizes.input_bytes, travels=True)) for _ in range(sizes.num_micro_batches)]
             for _ in range(sizes.num_layers)
@@ -86,7 +86,7 @@ class KeptInputs:
 
     def travels(self, layer_index: int) -> bool:
         """Whether the inputs of this layer live @host."""
-        return layer_index < len(self._places)
+        return 0 <= layer_index - self._first < len(self._places)
 
     def begin(self, numbers: Sequence[int]) -> None:
         """A wave of these micro-batches. What a wave that has failed has left is dropped."""
@@ -118,7 +118,7 @@ class KeptInputs:
         """
         while len(self._leaving) >= LEAVING:
             self._let_go()
-        place = self._places[layer_index][self._numbers.index(number)]
+        place = self._places[layer_index - self._first][self._numbers.index(number)]
         flat = hidden.detach().contiguous().view(-1).view(torch.uint8)
         size = flat.numel()
         key = (layer_index, number)
@@ -155,7 +155,8 @@ class KeptInputs:
         first inputs are on their way when this returns."""
         while self._leaving:
             self._let_go()
-        order = [(layer, number) for layer in reversed(range(len(self._places))) for number in self._numbers]
+        layers = range(self._first, self._first + len(self._places))
+        order = [(layer, number) for layer in reversed(layers) for number in self._numbers]
         self._coming = deque(kept for key in order if (kept := self._kept[key]).wide is None)
         while self._free and self._coming:
             self._bring_next()

@@ -92,7 +92,7 @@ def _look_ups_of_tied_weights(model: nn.Module) -> Iterator[dict[str, nn.Paramet
     for key, ((module, leaf), *_) in tied.items():
         weight = module._parameters[leaf]
         assert weight is not None
-        own[names[key]] = module._parameters[leaf] = nn.Parameter(weight.detach().clone())
+        own[names[key]] = module._parameters[leaf] = nn.Parameter(weight.detach().clone(), weight.requires_grad)
     try:
         yield own
     finally:

@@ -20,11 +20,12 @@ def slot_pools(store: Store, sizes: Mapping[bool, DeviceSizes], backend: Backend
 
 
 def slab_pools(store: Store, sizes: Mapping[bool, DeviceSizes], backend: Backend, plan: Plan) -> dict[int, SlabPool]:
-    """By unit index."""
+    """By index of the units that are trained."""
+    trained = [unit for unit in store.units if unit.num_trained]
     pools: dict[int, SlabPool] = {}
     home = HomeAccumulators(backend, store)
     for kind, size in sizes.items():
-        travelling = [unit for unit in store.units if unit.is_layer is kind and unit.index not in store.on_device]
+        travelling = [unit for unit in trained if unit.is_layer is kind and unit.index not in store.on_device]
         shared: SlabPool
         if plan.resident_gradients:
             pieces = [piece for unit in travelling for piece in pieces_of(unit, plan)]
@@ -38,4 +39,4 @@ def slab_pools(store: Store, sizes: Mapping[bool, DeviceSizes], backend: Backend
                 accumulator_bytes=size.accumulator_bytes,
             )
         pools |= dict.fromkeys((unit.index for unit in travelling), shared)
-    return {unit.index: pools.get(unit.index, home) for unit in store.units}
+    return {unit.index: pools.get(unit.index, home) for unit in trained}

@@ -54,6 +54,7 @@ def device_sizes(units: Sequence[Unit], plan: Plan, specs: Mapping[str, PlaneSpe
         of_kind = [unit for unit in units if unit.is_layer is kind and unit.index not in home]
         pieces = [pieces_of(unit, plan) for unit in of_kind]
         travelling = [piece.layout for own in pieces for piece in own]
+        drained = any(layout.num_trained for layout in travelling)
         of_ends = PART_BUFFERS if any(len(own) > 1 for own in pieces) else 1
         sizes[kind] = DeviceSizes(
             slot_bytes=max((layout.bytes(specs[WEIGHT]) for layout in travelling), default=0),
@@ -62,19 +63,20 @@ def device_sizes(units: Sequence[Unit], plan: Plan, specs: Mapping[str, PlaneSpe
                 [0, *(layout.bytes(FP32_PLANE) for layout in travelling)]
             ),
             num_slots=(plan.num_slots if kind else of_ends) if travelling else 0,
-            num_slabs=(plan.num_slabs if kind else of_ends) if travelling else 0,
-            num_landings=(2 if kind else of_ends) if carried and travelling else 0,
+            num_slabs=(plan.num_slabs if kind else of_ends) if drained else 0,
+            num_landings=(2 if kind else of_ends) if carried and drained else 0,
         )
     return sizes
 
 
 @dataclass(frozen=True, slots=True)
 class InputSizes:
-    """Kept inputs @host: the first ``num_layers`` layers', for every micro-batch of a wave."""
+    """Kept inputs @host: of ``num_layers`` layers from ``first_layer`` on, for every micro-batch of a wave."""
 
     num_layers: int
     num_micro_batches: int
     input_bytes: int
+    first_layer: int = 0
 
     @property
     def host_bytes(self) -> int:
@@ -85,13 +87,15 @@ class InputSizes:
         return LANDINGS * self.input_bytes if self.num_layers else 0
 
 
-def input_sizes(plan: Plan, boundary: int) -> InputSizes:
-    """``boundary``: bytes of one token's hidden states."""
-    if not plan.host_inputs:
+def input_sizes(plan: Plan, boundary: int, num_below: int = 0) -> InputSizes:
+    """``boundary``: bytes of one token's hidden states. ``num_below``: layers that the backward does not come to; of the first
+    ``plan.host_inputs`` their inputs are kept nowhere."""
+    if plan.host_inputs <= num_below:
         return InputSizes(0, 0, 0)
     rows = min(plan.micro_batch_rows, plan.rows_per_step)
     tokens = rows * -(-plan.row_tokens // PADDING) * PADDING
-    return InputSizes(plan.host_inputs, micro_batches_of_wave(plan, plan.rows_per_step), tokens * boundary)
+    micro_batches = micro_batches_of_wave(plan, plan.rows_per_step)
+    return InputSizes(plan.host_inputs - num_below, micro_batches, tokens * boundary, first_layer=num_below)
 
 
 def micro_batches_of_wave(plan: Plan, rows_per_step: int) -> int:

@@ -3,7 +3,7 @@
 This file is the schedule. Weights arrive (``feed``), graphs stay (``tape``) or inputs go to the host and come back (``kept``),
 gradients leave (``drain``); there is no stream, no event and no counter of slots here. Every unit is fed once on the way up
 and once on the way down, whatever the number of micro-batches, and each gradient is summed in fp32 on the device before it
-travels.
+travels. The way down ends at the lowest unit that is trained: layers below it leave no graph, and are not fed again.
 """
 
 from __future__ import annotations
@@ -60,20 +60,22 @@ class Sweep:
         """Forward and backward; ``loss`` [] fp32 @device of earlier waves plus this one's share, micro-batch by micro-batch,
         so that the sum does not depend on the waves."""
         skeleton, tape = self.skeleton, wave.tape
-        layers = skeleton.layer_units
+        layers, below = skeleton.layer_units, skeleton.reach.num_below
         self.kept.begin([number for number, _ in wave.micro_batches])
         embedding, head = self.embedding_parts, self.head_parts
         first = [skeleton.prologue_unit] if embedding is None else embedding.upwards
-        self.feed.expect(
-            [*first, *layers, *([skeleton.epilogue_unit] if head is None else head.there_and_back), *reversed(layers)]
-        )
+        turn = [skeleton.epilogue_unit] if head is None else head.there_and_back
+        self.feed.expect([*first, *layers, *turn, *reversed(layers[below:])])
         self._set_mode(training=True)
         passes, bound = self._prologue(wave)
         needs_prologue = tape.num_handles.get(skeleton.prologue_unit.index, 0) > 0
         if needs_prologue:
             self.feed.expect([first[-1]])
         for index, unit in enumerate(layers):
-            self._layer_forward(unit, index, passes, wave)
+            if index < below:
+                self._layer_below(unit, index, passes, wave)
+            else:
+                self._layer_forward(unit, index, passes, wave)
         self.kept.expect()
         tied = skeleton.epilogue_unit is skeleton.prologue_unit
         if wave.carry:
@@ -82,8 +84,10 @@ class Sweep:
             # TRAP: a tied unit's gradient has two shares; its norm is that of the sum (tests/engine/test_invariance.py)
             ends = whole_backward.enter_context(self.drain(skeleton.epilogue_unit, carry=wave.carry)) if tied else None
             loss = self._head(passes, wave, ends, loss)
-            for index, unit in reversed(list(enumerate(layers))):
+            for index, unit in reversed(list(enumerate(layers))[below:]):
                 self._layer_backward(unit, index, passes, wave)
+            if not skeleton.reach.trains_prologue:
+                return loss
             if embedding is not None:
                 assert isinstance(bound, BoundTables)
                 embedding.backward(passes, bound, wave, needs_weights=needs_prologue)
@@ -98,14 +102,15 @@ class Sweep:
         embedding, head = self.embedding_parts, self.head_parts
         last: Sequence[Piece] = [self.skeleton.prologue_unit] if embedding is None else embedding.parts
         first: Sequence[Piece] = [self.skeleton.epilogue_unit] if head is None else head.parts
-        return [*reversed(first), *reversed(self.skeleton.layer_units), *([] if tied else last)]
+        layers = self.skeleton.layer_units[self.skeleton.reach.num_below :]
+        return [*reversed(first), *reversed(layers), *([] if tied else last)]
 
     def _prologue(self, wave: Wave) -> tuple[list[Pass], list[torch.nn.Parameter] | BoundTables]:
         unit = self.skeleton.prologue_unit
         if self.embedding_parts is not None:
             return self.embedding_parts.forward(wave, [self._inputs(micro_batch) for _, micro_batch in wave.micro_batches])
-        passes = []
-        with self.feed(unit) as slot, wave.tape.record(unit, slot):
+        passes, trains = [], self.skeleton.reach.trains_prologue
+        with self.feed(unit) as slot, wave.tape.record(unit, slot), torch.set_grad_enabled(trains):
             parameters = self._bind(unit, slot)
             for number, micro_batch in wave.micro_batches:
                 self.backend.seed(seed_of(wave.step_seed, unit.index, number))
@@ -113,6 +118,15 @@ class Sweep:
                 hidden, calls = self.skeleton.prologue(self._inputs(micro_batch), tap)
                 passes.append(Pass.of(micro_batch, number, hidden, calls, tap.look_ups))
         return passes, parameters
+
+    def _layer_below(self, unit: Unit, index: int, passes: Sequence[Pass], wave: Wave) -> None:
+        with self.feed(unit) as slot:
+            template = self.templates.bound(index, slot)
+            for run in passes:
+                if run.micro_batch.isolated:
+                    self.isolation.check(template, self.skeleton.keys[index], run.micro_batch, run.hidden, run.calls[index])
+                self.backend.seed(seed_of(wave.step_seed, unit.index, run.number))
+                run.hidden = wave.tape.pass_below(unit, run.number, template, run.hidden, run.calls[index])
 
     def _layer_forward(self, unit: Unit, index: int, passes: Sequence[Pass], wave: Wave) -> None:
         with self.feed(unit) as slot, wave.tape.record(unit, slot):

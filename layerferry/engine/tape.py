@@ -5,7 +5,8 @@ lives in the slot by a ``Handle`` (unit, dtype, offset, size, stride); the backw
 holds the unit by then. So a streamed layer needs no second forward. What else a graph keeps is the choice of ``apply``:
 everything, or little more than the inputs (``torch.utils.checkpoint`` under the same hook, whose recomputation runs with
 the template of the slot that the *backward* was given). A layer whose input travels to the host (``kept.py``) leaves no graph
-at all (``pass_on``); its graph is made again, with the same numbers, right before its backward (``run_again``).
+at all (``pass_on``); its graph is made again, with the same numbers, right before its backward (``run_again``). A layer below
+everything that is trained never has one (``pass_below``).
 
 The hooks switch autograd's version check off, so nothing else notices an overwritten kept tensor: conformance runs with NaN
 on release and the backward in another slot than the forward. Gradients are asked for with ``torch.autograd.grad`` and added
@@ -93,11 +94,12 @@ def rebuilt(layers: Sequence[Unit], plan: Plan) -> frozenset[int]:
 
 
 class Tape:
-    """Records one wave. ``rebuilt``: indexes of units of which inputs are kept only; they are computed again in the backward."""
+    """Records one wave. ``rebuilt``: indexes of units of which inputs are kept only; they are computed again in the backward.
+    ``lowest``: of the layer with which the backward ends, because nothing below is trained."""
 
-    def __init__(self, slots: Sequence[Slot], *, rebuilt: Collection[int], audit: bool) -> None:
+    def __init__(self, slots: Sequence[Slot], *, rebuilt: Collection[int], audit: bool, lowest: int | None = None) -> None:
         self._rebuilt = rebuilt
-        self._audit = audit
+        self._audit, self._lowest = audit, lowest
         self._home = {slot.buffer.untyped_storage().data_ptr(): slot for slot in slots}
         self._bound: dict[int, Tensor] = {}
         self._graphs: dict[tuple[int, int], Graph] = {}
@@ -149,12 +151,19 @@ class Tape:
         template.routed.clear()  # they hold the graph
         return graph.outputs[0].detach()
 
+    def pass_below(self, unit: Unit, micro_batch: int, template: Template, hidden: Tensor, call: LayerCall) -> Tensor:
+        """Run one layer that no backward comes to: hidden states [B, T, D], and nothing stays but router logits."""
+        with torch.no_grad():
+            output = template(hidden, call.args, call.kwargs, call)
+        self._passed_on[unit.index, micro_batch] = list(template.routed)
+        return output
+
     def run_again(self, unit: Unit, micro_batch: int, template: Template, hidden: Tensor, call: LayerCall) -> None:
         """The graph of a layer that was passed on, for the backward that follows at once."""
         self._graphs[unit.index, micro_batch] = self._graph(unit, template, hidden, call, checkpointed=False)
 
     def _graph(self, unit: Unit, template: Template, hidden: Tensor, call: LayerCall, *, checkpointed: bool) -> Graph:
-        leaf = hidden.detach().requires_grad_(True)
+        leaf = hidden.detach().requires_grad_(unit.index != self._lowest)
         sides: list[tuple[Tensor, Tensor]] = []
         args = _as_leaves(call.args, sides)
         kwargs = _as_leaves(call.kwargs, sides)
@@ -180,21 +189,24 @@ class Tape:
         gradients: Sequence[Tensor],
         accumulator: Plane,
         sides: SideGradients,
-    ) -> Tensor:
-        """Inside ``resolving``: adds this micro-batch's parameter gradients to ``accumulator``; returns dL/d(input) [B, T, D].
+    ) -> Tensor | None:
+        """Inside ``resolving``: adds this micro-batch's parameter gradients to ``accumulator``; returns dL/d(input) [B, T, D], or
+        None where nothing below is trained.
 
         ``gradients``: dL/d(output) [B, T, D], then those of the router logits where a loss reads them.
         """
         graph = self._graphs.pop((unit.index, micro_batch))
         graph.apply.template = template
         wanted = [graph.hidden, *(own for _, own in graph.sides), *graph.parameters]
-        found = gradients_of(graph.outputs[: len(gradients)], wanted, gradients)
+        # router logits of a layer that trains nothing before its router have no graph
+        live = [(output, own) for output, own in zip(graph.outputs, gradients, strict=False) if output.requires_grad]
+        found = gradients_of([output for output, _ in live], wanted, [own for _, own in live])
         num_sides = len(graph.sides)
         for (origin, _), side in zip(graph.sides, found[1 : 1 + num_sides], strict=True):
             if side is not None:
                 sides.add(origin, side)
         add_gradients(accumulator, found[1 + num_sides :])
-        assert found[0] is not None, "a layer without a path from its output to its input"
+        assert found[0] is not None or not graph.hidden.requires_grad, "a layer without a path from its output to its input"
         return found[0]
 
 

@@ -29,6 +29,8 @@ def check(config: Config, fail: Fail = plain_failure) -> None:
     """Raise the error of the first rule that is broken."""
     check_data(config, fail)
     _check_steps(config, fail)
+    if config.train.use_llama_pro and config.train.finetuning_type != "freeze":
+        raise fail("use_llama_pro", "needs finetuning_type: freeze")
     if not _DEVICE.fullmatch(config.engine.device):
         raise fail("device", f"expected auto, cuda, cuda:N, cpu or chaos, found {config.engine.device!r}")
 

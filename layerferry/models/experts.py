@@ -96,8 +96,10 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> No
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
     values, weight, ends = ctx.saved_tensors
+    if not ctx.needs_input_grad[1]:  # frozen experts
+        return _grouped(gradient, weight.transpose(-2, -1), ends), None, None
     by_values, by_weight = _grouped_backward(gradient, values, weight, ends)
     return by_values, by_weight, None
 

@@ -30,7 +30,7 @@ from layerferry.models.tables import tables_of
 from layerferry.models.template import Template, behaviour_key
 from layerferry.models.varlen import NAME as VARLEN
 from layerferry.models.varlen import without_mask
-from layerferry.units import Piece, Unit
+from layerferry.units import Piece, Reach, Unit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,10 +76,12 @@ class Skeleton:
         self._places = locations(model)
         if getattr(self.config, "output_router_logits", False):
             self.config.output_router_logits = False  # stubs route nothing; the loss is added by the sweep
-        self.units = self._make_units(*self._split_ends())
+        first, last = self._split_ends()
+        self.units = self._make_units(first, last)
         self.prologue_unit = self.units[0]
         self.epilogue_unit = self.units[0] if self.units[-1].is_layer else self.units[-1]
         self.layer_units = tuple(unit for unit in self.units if unit.is_layer)
+        self.reach = Reach.of(self.layer_units, trains_prologue=any(self._specs[name].trained for name in first))
         self.keys = [behaviour_key(layer) for layer in self.layers]
         self._head_parts = self._find_head()
         self._mark_tables()
@@ -107,8 +109,9 @@ class Skeleton:
             # TRAP: some families make a parameter in fp32 without listing it (tests/conformance: olmo_hybrid, hunyuan_v1_moe)
             wide = fp32 or parameter.dtype == torch.float32 or (pattern is not None and pattern.search(name) is not None)
             dtype = torch.float32 if wide else torch.bfloat16
-            decayed = parameter.requires_grad and decays(name, owners[id(parameter)])
-            specs[name] = ParameterSpec(name=name, shape=tuple(parameter.shape), dtype=dtype, decays=decayed)
+            decayed = decays(name, owners[id(parameter)])
+            shape, trained = tuple(parameter.shape), parameter.requires_grad
+            specs[name] = ParameterSpec(name=name, shape=shape, dtype=dtype, decays=decayed, trained=trained)
         return specs
 
     def _split_ends(self) -> tuple[list[str], list[str]]:
@@ -188,10 +191,7 @@ class Skeleton:
         units = []
         for index, (name, names, is_layer) in enumerate(pieces):
             specs = [self._specs[full] for full in names.values()]
-            layout = Layout.of(
-                ParameterSpec(name=own, shape=s.shape, dtype=s.dtype, decays=s.decays)
-                for own, s in zip(names, specs, strict=True)
-            )
+            layout = Layout.of(replace(spec, name=own) for own, spec in zip(names, specs, strict=True))
             units.append(Unit(name=name, index=index, layout=layout, names=names, is_layer=is_layer))
         return tuple(units)
 

@@ -79,8 +79,11 @@ def _looked_up(skeleton: Skeleton, parameters: list[nn.Parameter]) -> tuple[str,
     unit = skeleton.prologue_unit
     ids = torch.arange(4).remainder(skeleton.vocab_size).view(1, 4)
     tap = EmbeddingTap(parameters)
+    frozen = [parameter.requires_grad_() for parameter in parameters if not parameter.requires_grad]
     with torch.enable_grad():
         skeleton.prologue(Inputs(ids), tap)
+    for parameter in frozen:  # look-ups of frozen tables are noted for once
+        parameter.requires_grad_(False)
     found = []
     for entry, parameter in zip(unit.layout.entries, parameters, strict=True):
         own = [look_up for look_up in tap.look_ups if look_up.table is parameter]

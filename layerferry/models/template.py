@@ -1,8 +1,9 @@
 """A layer without state: its parameters are views into a slot, so the slot *is* the layer.
 
-Layers that behave alike share a template per slot. "Alike" is the class, the parameter structure, and every plain attribute
-that can change the mathematics (window, rope on or off, layer type): shape keys gave wrong gradients on exaone4, smollm3
-and cohere2. Too fine a key costs a little memory and a compilation; too coarse a key costs correctness.
+Layers that behave alike share a template per slot. "Alike" is the class, the parameter structure and what of it is trained,
+and every plain attribute that can change the mathematics (window, rope on or off, layer type): shape keys gave wrong
+gradients on exaone4, smollm3 and cohere2. Too fine a key costs a little memory and a compilation; too coarse a key costs
+correctness.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def behaviour_key(layer: nn.Module) -> Hashable:
                 attributes.append((name, attribute, repr(sorted(value.items(), key=repr))))
             elif callable(value):
                 attributes.append((name, attribute, _function_name(value)))
-    parameters = tuple((name, tuple(p.shape), str(p.dtype)) for name, p in layer.named_parameters())
+    parameters = tuple((name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in layer.named_parameters())
     buffers = tuple((name, tuple(b.shape), str(b.dtype)) for name, b in layer.named_buffers())
     return (type(layer).__qualname__, parameters, buffers, tuple(attributes))
 

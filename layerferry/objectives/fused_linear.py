@@ -56,7 +56,6 @@ class FusedLinear:
         weight_entry, bias_entry = head.skeleton.head
         weight, bias = (None if t is None else t.detach() for t in head.skeleton.head_weight())
         assert weight is not None
-        weight_sum = head.accumulator.view(weight_entry)
         leaf = hidden.detach().requires_grad_(True)
         normed = head.skeleton.before_head(leaf)
         inputs = normed.detach()
@@ -68,8 +67,9 @@ class FusedLinear:
             del logits
             total = total + loss
             torch.mm(slope, weight, out=gradient[part])
-            add_product(weight_sum, slope.t(), inputs[part])
-            if bias_entry is not None:
+            if weight_entry.trained:
+                add_product(head.accumulator.view(weight_entry), slope.t(), inputs[part])
+            if bias_entry is not None and bias_entry.trained:
                 head.accumulator.view(bias_entry).add_(slope.sum(0, dtype=torch.float32))
             del slope  # two buffers of C x V at the most are alive
         return total, head.backward(normed, leaf, gradient)

@@ -73,7 +73,7 @@ class _Weights:
         self.planes = running(*specs.values())
         self.at_home = running(*(FP32_PLANE if kind == GRAD else spec for kind, spec in specs.items()))
         self.weight, self.grad = running(specs[WEIGHT]), running(specs[GRAD])
-        self.params = [0, *accumulate(unit.numel for unit in model.units)]
+        self.trained = [0, *accumulate(unit.num_trained for unit in model.units)]
         self.layers = [0, *accumulate(int(unit.is_layer) for unit in model.units)]
 
 
@@ -186,7 +186,7 @@ class Books:
         if key not in self._inputs:
             shape = self._question.shape
             plan = choice.on(Plan(row_tokens=shape.row_tokens, rows_per_step=shape.rows_per_step))
-            self._inputs[key] = input_sizes(plan, self._question.model.boundary)
+            self._inputs[key] = input_sizes(plan, self._question.model.boundary, self._question.model.num_below)
         return self._inputs[key]
 
     def _buffers_of(self, choice: Choice) -> int:
@@ -218,20 +218,22 @@ class Books:
         machine, weights = self._question.machine, self._weights[choice.carry]
         work, forward = self._compute_of(choice)
         micro_batches, rounds = self._cut(choice)
-        away = weights.params[-1] - weights.params[choice.home]
+        away = weights.trained[-1] - weights.trained[choice.home]
         optimizer = away * machine.optimizer_s_per_param.value
         grad = weights.grad[-1] - weights.grad[choice.home]
         carried = 0 if choice.resident else rounds - 1
         layers = weights.layers[-1] - weights.layers[choice.home]
-        uploads = layer_uploads(layers, choice.slots, rounds) / max(layers, 1)
+        below = max(self._question.model.num_below - weights.layers[choice.home], 0)
+        uploads = layer_uploads(layers, below, choice.slots, rounds) / max(layers, 1)
         in_layers = (weights.weight[-1] - weights.weight[choice.home]) * layers / max(self._units - choice.home, 1)
-        inputs = choice.inputs * self._question.shape.tokens_per_step * self._question.model.boundary
+        model = self._question.model
+        inputs = model.num_inputs_at_host(choice.inputs) * self._question.shape.tokens_per_step * model.boundary
         upload = (uploads * in_layers * 0.5 + carried * grad + inputs) / machine.upload_bytes_per_s.value
         download = ((carried + 1) * grad + inputs) / machine.download_bytes_per_s.value
         if machine.is_cpu:
             return work + optimizer
-        home = compute.home_step_s(weights.params[choice.home], machine)
-        drains = compute.drain_s(weights.params[choice.home] + (carried + 1) * away, machine)
+        home = compute.home_step_s(weights.trained[choice.home], machine)
+        drains = compute.drain_s(weights.trained[choice.home] + (carried + 1) * away, machine)
         total = work + home + drains
         return max(total + max(optimizer - home - micro_batches * forward, 0.0), upload, download)
 

@@ -176,8 +176,9 @@ class _Bench:
             ids = put(self._micro_batch.input_ids)
             positions = None if self._micro_batch.position_ids is None else put(self._micro_batch.position_ids)
             mask = torch.ones_like(ids) if positions is not None and not self._micro_batch.isolated else None
-            tap = EmbeddingTap(parameters)
-            with self._tape.record(unit, self._slots[False]):
+            tap = EmbeddingTap([parameter for parameter in parameters if parameter.requires_grad])
+            trains = self._skeleton.reach.trains_prologue
+            with self._tape.record(unit, self._slots[False]), torch.set_grad_enabled(trains):
                 hidden, calls = self._skeleton.prologue(Inputs(ids, positions, mask), tap)
             return hidden, calls, tap.look_ups
 
@@ -267,6 +268,7 @@ def cache_file(skeleton: Skeleton, backend: Backend, plan: Plan, shape: Shape) -
         "config": {key: config[key] for key in sorted(config) if not key.startswith(("_name", "transformers_version"))},
         "attention": str(getattr(skeleton.config, "_attn_implementation", "")),
         "experts": str(getattr(skeleton.config, "_experts_implementation", "")),
+        "frozen": [unit.names[e.name] for unit in skeleton.units for e in unit.layout.entries if not e.trained],
         "rows": plan.micro_batch_rows,
         "shape": dataclasses.asdict(shape),
         "plan": [plan.activation_budget, plan.chunk_tokens, plan.compile, plan.fp32],

@@ -4,7 +4,8 @@ A layer's time is its matrix products at the machine's rate, plus passes over ac
 what recomputation adds under the activation budget; every micro-batch also pays for adding the layer's gradient to an fp32
 sum, and for launching. Constants are fitted to DESIGN's table for one compiled Qwen2.5-7B layer (16 rows of 1,024 tokens;
 624, 629, 597, 565 and 513 model-TFLOP/s at budgets 1.0, 0.7, 0.5, 0.3 and 0.0, about 600 with 8 rows at 0.7) and say where
-they come from. Checked by ``tests/planner/test_time.py`` against
+they come from. A frozen matrix saves the product that would be its gradient, a layer below everything that is trained its
+whole backward. Checked by ``tests/planner/test_time.py`` against
 whole measured steps of other shapes.
 """
 
@@ -59,20 +60,21 @@ class Pace:
 
 def layer_paces(model: Model, plan: Plan, shape: Shape, machine: Machine) -> list[tuple[float, float]]:
     """(forward, backward) seconds of one micro-batch in every layer, each under its own budget; one that is computed again has a
-    second forward in its backward."""
+    second forward in its backward, one below everything that is trained has none."""
     by_budget = {level.activation_budget: pace(model, level, shape, machine).layers for level in plan.levels}
     budgets = plan.layer_budgets(model.num_layers)
     paces = [by_budget[budget][behaviour] for budget, behaviour in zip(budgets, model.behaviours, strict=True)]
     again, once = paces[: plan.host_inputs], paces[plan.host_inputs :]
-    return [*((forward, forward + backward) for forward, backward in again), *once]
+    both = [*((forward, forward + backward) for forward, backward in again), *once]
+    return [(forward, backward if number >= model.num_below else 0.0) for number, (forward, backward) in enumerate(both)]
 
 
 def pace(model: Model, plan: Plan, shape: Shape, machine: Machine) -> Pace:
     """Of full micro-batches of ``plan``, layers under its ``activation_budget``."""
     tokens, speed = tokens_of(plan, shape), machine.matmul_flops_per_s.value
     moved_s = 1.0 / (machine.device_bytes_per_s.value * STEP_SHARE)
-    head_flops = 6.0 * model.flops.head_params
-    layer_flops = (model.flops.per_token(shape.row_tokens) - head_flops) / max(model.num_layers, 1)
+    layer_flops = (model.flops.whole(shape.row_tokens) - 6.0 * model.flops.head_params) / max(model.num_layers, 1)
+    own_gradient = 2.0 * model.flops.layer_params / max(model.num_layers, 1)
     if machine.is_cpu:
         return _on_cpu(model, plan, shape, machine)
     again = recomputation(plan)
@@ -82,25 +84,30 @@ def pace(model: Model, plan: Plan, shape: Shape, machine: Machine) -> Pace:
         products = layer_flops / (speed * STEP_SHARE)
         passes = ACTIVATION_PASSES * kept.compiled + EXPERT_PASSES * kept.routed
         work = tokens * (products + passes * moved_s)
-        sums = SUM_BYTES * model.kinds[number].numel * moved_s
+        kind = model.kinds[number]
+        sums = SUM_BYTES * kind.num_trained * moved_s
+        idle = tokens * own_gradient * (1 - kind.num_trained / kind.numel) / (speed * STEP_SHARE)
         forward = work * whole * FORWARD_SHARE + LAYER_OVERHEAD_S * FORWARD_SHARE
-        backward = work * again - work * whole * FORWARD_SHARE + LAYER_OVERHEAD_S * (1 - FORWARD_SHARE) + sums
+        backward = work * again - work * whole * FORWARD_SHARE + LAYER_OVERHEAD_S * (1 - FORWARD_SHARE) + sums - idle
         layers.append((forward, backward))
     chunks = -(-tokens // max(min(plan.chunk_tokens, tokens), 1))
     logits = LOGIT_PASSES * model.vocab_size * model.compute_bytes * moved_s
-    in_sums = chunks * SUM_BYTES * model.flops.head_params * moved_s
-    return Pace(layers=tuple(layers), head=tokens * (head_flops / (speed * STEP_SHARE) + logits) + in_sums)
+    in_sums = chunks * SUM_BYTES * model.flops.head_params * moved_s if model.flops.trains_head else 0.0
+    return Pace(layers=tuple(layers), head=tokens * (model.flops.head / (speed * STEP_SHARE) + logits) + in_sums)
 
 
 def _on_cpu(model: Model, plan: Plan, shape: Shape, machine: Machine) -> Pace:
     """Products at a stated share of their rate, and the sums."""
     tokens, speed = tokens_of(plan, shape), machine.matmul_flops_per_s.value * CPU_SHARE
-    head_flops = 6.0 * model.flops.head_params
-    layer_flops = (model.flops.per_token(shape.row_tokens) - head_flops) / max(model.num_layers, 1)
+    layer_flops = (model.flops.whole(shape.row_tokens) - 6.0 * model.flops.head_params) / max(model.num_layers, 1)
+    own_gradient = tokens * 2.0 * model.flops.layer_params / max(model.num_layers, 1) / speed
     forward = tokens * layer_flops * FORWARD_SHARE / speed
     products = forward * (3 * (1.0 if plan.activation_budget >= 1.0 else CPU_REBUILD) - 1)
-    sums = (SUM_BYTES * unit.numel / machine.device_bytes_per_s.value for unit in model.kinds)
-    return Pace(layers=tuple((forward, products + own) for own in sums), head=tokens * head_flops / speed)
+    layers = []
+    for kind in model.kinds:
+        sums = SUM_BYTES * kind.num_trained / machine.device_bytes_per_s.value
+        layers.append((forward, products + sums - own_gradient * (1 - kind.num_trained / kind.numel)))
+    return Pace(layers=tuple(layers), head=tokens * model.flops.head / speed)
 
 
 def recomputation(plan: Plan) -> float:

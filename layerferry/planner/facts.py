@@ -78,6 +78,8 @@ class Model:
     isolated_mask_bytes: int
     """The same for packed rows that must not see each other."""
     has_linear_head: bool
+    num_below: int = 0
+    """Layers below everything that is trained: no graph, no backward."""
 
     @property
     def num_layers(self) -> int:
@@ -86,6 +88,14 @@ class Model:
     @cached_property
     def num_params(self) -> int:
         return sum(unit.numel for unit in self.units)
+
+    @cached_property
+    def num_trained(self) -> int:
+        return sum(unit.num_trained for unit in self.units)
+
+    def num_inputs_at_host(self, host_inputs: int) -> int:
+        """Layers whose inputs travel to the host and back where the first ``host_inputs`` do: not those below the backward."""
+        return max(min(host_inputs, self.num_layers) - self.num_below, 0)
 
     @cached_property
     def layer_units(self) -> tuple[Unit, ...]:
@@ -128,6 +138,7 @@ class Model:
             mask_bytes=compute_bytes if eager else 0,
             isolated_mask_bytes=compute_bytes if eager else 1,
             has_linear_head=skeleton.head is not None,
+            num_below=skeleton.reach.num_below,
         )
 
 

@@ -3,8 +3,9 @@
 N_matmul counts the parameters that a token is multiplied with: the layers' matrices and the head (tied or not); of experts
 only the chosen ones; not the embedding's look-up, norms, biases or short convolutions. The second term is causal attention:
 4*H*S/2 forward and twice that backward, per layer, with H the width of its queries (heads x head size); a sliding window
-counts the keys that it sees. Recomputation is not model work and never counted. Checked by ``tests/planner/test_flops.py``
-against closed formulas.
+counts the keys that it sees. Recomputation is not model work and never counted. Frozen matrices have no gradient of their own
+(4 * N instead of 6), and what lies below everything that is trained has a forward alone (2 * N, a third of attention).
+Checked by ``tests/planner/test_flops.py`` against closed formulas.
 """
 
 from __future__ import annotations
@@ -21,11 +22,18 @@ FORWARD_SHARE = 1 / 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flops:
-    """``attention`` is one (width, window) per layer with attention; window None: the whole row."""
+    """``attention`` is one (width, window) per layer with attention; window None: the whole row.
+
+    The rest is what is not computed because of frozen parameters: ``idle_params`` counts a matrix once if it has no gradient,
+    twice if none passes through it either; ``attention_below`` is the part of ``attention`` without backward.
+    """
 
     layer_params: int
     head_params: int
     attention: tuple[tuple[int, int | None], ...]
+    idle_params: int = 0
+    attention_below: tuple[tuple[int, int | None], ...] = ()
+    trains_head: bool = True
 
     @property
     def matmul_params(self) -> int:
@@ -33,22 +41,44 @@ class Flops:
 
     def per_token(self, row_tokens: float) -> float:
         """Forward and backward of one token in a row of ``row_tokens``."""
-        keys = sum(width * _mean_keys(row_tokens, window) for width, window in self.attention)
-        return 6.0 * self.matmul_params + 12.0 * keys
+        return self.whole(row_tokens) - 2.0 * self.idle_params - 8.0 * _keys(row_tokens, self.attention_below)
+
+    def whole(self, row_tokens: float) -> float:
+        """The same if every parameter were trained."""
+        return 6.0 * self.matmul_params + 12.0 * _keys(row_tokens, self.attention)
+
+    @property
+    def head(self) -> float:
+        """Forward and backward of one token in the head's matrix product."""
+        return (6.0 if self.trains_head else 4.0) * self.head_params
 
     @classmethod
     def of(cls, skeleton: Skeleton) -> Flops:
         text = skeleton.config.get_text_config()
+        attends = [index for index in range(len(skeleton.layers)) if _attends(text, index)]
+        head_params, below = skeleton.vocab_size * skeleton.hidden_size, skeleton.reach.num_below
+        trains_head = skeleton.head is None or skeleton.head[0].trained
+        idle = 0 if trains_head else head_params
+        for index, layer in enumerate(skeleton.layers):
+            frozen = active_matmul_params(layer, text, frozen_only=True)
+            idle += frozen * (2 if index < below else 1)
         return cls(
             layer_params=sum(active_matmul_params(layer, text) for layer in skeleton.layers),
-            head_params=skeleton.vocab_size * skeleton.hidden_size,
-            attention=tuple(_attention(text, index) for index in range(len(skeleton.layers)) if _attends(text, index)),
+            head_params=head_params,
+            attention=tuple(_attention(text, index) for index in attends),
+            idle_params=idle,
+            attention_below=tuple(_attention(text, index) for index in attends if index < below),
+            trains_head=trains_head,
         )
 
 
 def flops_per_token(skeleton: Skeleton, row_tokens: float) -> float:
     """Model FLOPs of one token, forward and backward, in rows of ``row_tokens``."""
     return Flops.of(skeleton).per_token(row_tokens)
+
+
+def _keys(row_tokens: float, attention: tuple[tuple[int, int | None], ...]) -> float:
+    return sum(width * _mean_keys(row_tokens, window) for width, window in attention)
 
 
 def _mean_keys(row_tokens: float, window: int | None) -> float:
@@ -58,14 +88,14 @@ def _mean_keys(row_tokens: float, window: int | None) -> float:
     return window - window * window / (2 * row_tokens)
 
 
-def active_matmul_params(layer: nn.Module, text_config: Any) -> int:
-    """Parameters of ``layer`` that one token is multiplied with."""
+def active_matmul_params(layer: nn.Module, text_config: Any, *, frozen_only: bool = False) -> int:
+    """Parameters of ``layer`` that one token is multiplied with; of all of them, or of those that are not trained."""
     total = 0.0
     for path, module in layer.named_modules():
         if isinstance(module, (nn.Embedding, nn.Conv1d)):
             continue
         for leaf, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() >= 2:
+            if parameter.dim() >= 2 and not (frozen_only and parameter.requires_grad):
                 total += parameter.numel() * _active_share(f"{path}.{leaf}", text_config)
     return round(total)
 

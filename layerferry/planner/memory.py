@@ -103,11 +103,13 @@ class Working:
         )
 
     def of_layers(self, model: Model, plan: Plan) -> list[LayerBytes]:
-        """In layer order."""
+        """In layer order. Layers below everything that is trained keep nothing: their output takes the place of their input."""
         levels = zip((level.activation_budget for level in plan.levels), (self.layers, *self.others), strict=True)
         by_budget = dict(levels)
         budgets = plan.layer_budgets(model.num_layers)
-        return [by_budget[budget][behaviour] for budget, behaviour in zip(budgets, model.behaviours, strict=True)]
+        layers = [by_budget[budget][behaviour] for budget, behaviour in zip(budgets, model.behaviours, strict=True)]
+        below = [LayerBytes(kept=0, forward_peak=one.forward_peak, backward_peak=0) for one in layers[: model.num_below]]
+        return [*below, *layers[model.num_below :]]
 
     def times(self, measured: Working, estimated: Working) -> Working:
         """This estimate, each number multiplied by how far ``measured`` was from the ``estimated`` of another shape."""
@@ -155,7 +157,9 @@ def items(
 
 def kept_inputs(model: Model, plan: Plan, shape: Shape) -> tuple[Item, ...]:
     """Exactly what ``engine/kept.py`` allocates."""
-    sizes = input_sizes(replace(plan, row_tokens=shape.row_tokens, rows_per_step=shape.rows_per_step), model.boundary)
+    sizes = input_sizes(
+        replace(plan, row_tokens=shape.row_tokens, rows_per_step=shape.rows_per_step), model.boundary, model.num_below
+    )
     if not sizes.num_layers:
         return ()
     return (
@@ -215,10 +219,11 @@ def activations(model: Model, plan: Plan, shape: Shape, working: Working) -> tup
     total = micro_batches_of_wave(plan, shape.rows_per_step)
     hidden = total * tokens_of(plan, shape) * model.boundary
     gradients = hidden + total * working.router_gradients
-    layers, again = working.of_layers(model, plan), min(plan.host_inputs, model.num_layers)
+    layers, travels = working.of_layers(model, plan), model.num_inputs_at_host(plan.host_inputs) > 0
+    again = min(plan.host_inputs, model.num_layers) if travels else 0
     logits = working.router_gradients // max(model.num_layers, 1)  # all that stays of a layer that is computed again
     kept = again * logits + sum(layer.kept for layer in layers[again:])
-    first = total * working.prologue_kept - (hidden if plan.host_inputs else 0)  # its hidden states leave as well
+    first = total * working.prologue_kept - (hidden if travels else 0)  # its hidden states leave as well
     head = max(working.head_peak - gradients // total, _rounded_at_home(model, plan))  # its peak has a gradient in it
     phases = _phases(layers, [logits] * again, total, gradients, hidden, head)
     if shape.evaluates:
@@ -228,7 +233,7 @@ def activations(model: Model, plan: Plan, shape: Shape, working: Working) -> tup
     phase = phases[name]
     lines = [
         ("buffers and library workspaces", model.buffer_bytes + working.workspaces),
-        ("ids, masks and rotary tables" if plan.host_inputs else "inputs and first hidden states", first),
+        ("ids, masks and rotary tables" if travels else "inputs and first hidden states", first),
         ("kept activations", total * kept),
         *([("hidden states between layers", phase.hidden)] if phase.hidden else []),
         ("gradients of hidden states", phase.gradients),
@@ -253,7 +258,7 @@ class Phase:
 def _rounded_at_home(model: Model, plan: Plan) -> int:
     """The head's gradient once more in the weights' dtype, while a head @device rounds its sum (engine/drain.py)."""
     head = model.units[-1]
-    return 0 if model.tied or head.index not in plan.on_device else head.numel * model.compute_bytes
+    return 0 if model.tied or head.index not in plan.on_device else head.num_trained * model.compute_bytes
 
 
 def _phases(layers: list[LayerBytes], again: list[int], total: int, gradients: int, hidden: int, head: int) -> dict[str, Phase]:
@@ -293,7 +298,7 @@ def estimate(model: Model, plan: Plan, shape: Shape) -> Working:
         own = tokens * kept.per_token(shape.row_tokens, plan.activation_budget, compiled=plan.compile, boundary=model.boundary)
         full = tokens * kept.per_token(shape.row_tokens, 1.0, compiled=plan.compile, boundary=model.boundary)
         transient = TRANSIENT_ACTIVATIONS * kept.largest * tokens
-        gradients = model.kinds[number].numel * model.compute_bytes
+        gradients = model.kinds[number].num_trained * model.compute_bytes
         backward = full - own + transient + model.boundary * tokens + gradients
         layers.append(LayerBytes(kept=int(own), forward_peak=int(own + transient), backward_peak=int(backward)))
     return Working(
@@ -325,4 +330,4 @@ def _head_bytes(model: Model, plan: Plan, shape: Shape) -> int:
         norm_backward = 3 * 4 * model.hidden_size * tokens
         return rows + max(FUSED_LOGITS * logits * model.compute_bytes, norm_backward)
     # log-softmax and two gradients in fp32, and the head's weight gradient in one piece
-    return tokens * (widths + 16) + 12 * logits + widths * model.vocab_size
+    return tokens * (widths + 16) + 12 * logits + (widths * model.vocab_size if model.flops.trains_head else 0)

@@ -15,6 +15,7 @@ import torch
 from layerferry.backends import make
 from layerferry.config import Config
 from layerferry.models.build import ATTENTION, build_on_meta, read_config, take_block_size
+from layerferry.models.frozen import freeze
 from layerferry.models.skeleton import Skeleton
 from layerferry.optim.choose import optimizer_for
 from layerferry.optim.decay import decays
@@ -63,6 +64,7 @@ class PlanReport:
             "model": {
                 "type": model.name,
                 "params": model.num_params,
+                "trained_params": model.num_trained,
                 "layers": model.num_layers,
                 "bytes_per_param": self.plan.total(HOST) / model.num_params,
                 "flops_per_token": model.flops.per_token(self.plan.row_tokens),
@@ -88,6 +90,7 @@ def plan_for(config: Config) -> PlanReport:
     dtype = torch.float32 if config.train.fp32 else torch.bfloat16
     attention = ATTENTION[given.flash_attn]
     model = build_on_meta(hf_config, dtype=dtype, attention=attention, trust_remote_code=given.trust_remote_code)
+    freeze(model, config.train)
     skeleton = Skeleton(model, decays=decays, device=torch.device("cpu"), fp32=config.train.fp32)
     specs = plane_specs(optimizer_for(config.optim).state_planes)
     machine = machine_for(config.engine, backend)
@@ -107,7 +110,9 @@ def _title(plan: Plan, model: Model) -> str:
     tokens = plan.rows_per_step * plan.row_tokens
     step = f"{plan.rows_per_step} rows of {plan.row_tokens:,} tokens a step ({tokens:,} tokens)"
     layers = f"{model.num_layers} layers of {'one kind' if len(model.kept) == 1 else f'{len(model.kept)} kinds'}"
-    return f"{model.name}, {_count(model.num_params)} parameters, {layers}\n{step}"
+    frozen = model.num_trained < model.num_params
+    trained = f" ({_count(model.num_trained)} trained, {model.num_trained / model.num_params:.2%})" if frozen else ""
+    return f"{model.name}, {_count(model.num_params)} parameters{trained}, {layers}\n{step}"
 
 
 def _choices(plan: Plan, pins: Pins) -> str:

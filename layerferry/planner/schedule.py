@@ -42,6 +42,8 @@ class Piece:
     """Download of its gradient."""
     home: bool
     """Lives @device: neither update nor copies."""
+    trained: bool = True
+    """False: neither update nor gradient."""
     input_down: float = 0.0
     """Download of one micro-batch's input; 0: it stays @device."""
     input_up: float = 0.0
@@ -69,6 +71,8 @@ class Program:
     num_slots: int
     num_slabs: int
     resident_gradients: bool
+    num_below: int = 0
+    """Layers that the backward does not come to."""
     home_step_s: float = 0.0
 
 
@@ -103,6 +107,7 @@ class _Run:
         self.program = program
         self.num_slots = max(program.num_slots, 1)
         self.travelling = [index for index, layer in enumerate(program.layers) if not layer.home]
+        self.below = sum(index < program.num_below for index in self.travelling)
         head = _PROLOGUE if program.tied else _HEAD
         self.ends_shared = not program.tied and not program.prologue.home and not program.head.home
         self.head_unit = head
@@ -123,10 +128,11 @@ class _Run:
         return program.layers[unit] if unit >= 0 else program.prologue if unit == _PROLOGUE else program.head
 
     def _begin_updates(self) -> None:
-        """One worker, in next-use order; an update waits for the gradient, and the prologue's is the last to come down."""
+        """One worker, in next-use order; an update waits for the gradient, and the first unit's is the last to come down."""
         order = [_PROLOGUE, *range(len(self.program.layers)), *([] if self.program.tied else [_HEAD])]
-        clock = 0.0 if self.program.prologue.home else self.program.prologue.send
-        for unit in order:
+        trained = [unit for unit in order if self.piece(unit).trained]
+        clock = 0.0 if not trained or self.piece(trained[0]).home else self.piece(trained[0]).send
+        for unit in trained:
             if not self.piece(unit).home:
                 clock += self.piece(unit).update
                 self.updated[unit] = clock
@@ -136,7 +142,7 @@ class _Run:
     def wave(self, micro_batches: float, *, first: bool, last: bool) -> None:
         slots, travelling = self.num_slots, self.travelling
         carry = not first and not self.program.resident_gradients
-        self._begin_wave(first=first)
+        coming = self._begin_wave(first=first)
         self._feed(_PROLOGUE)
         self.compute += micro_batches * self.program.prologue.forward
         if self.ends_shared:
@@ -150,8 +156,8 @@ class _Run:
                 continue
             self._feed(index)
             self._forward(layer, micro_batches)
-            if place + slots < len(travelling):
-                self._send_up(travelling[place + slots], after=self.compute)
+            if coming:
+                self._send_up(coming.popleft(), after=self.compute)
             place += 1
         if first and not self.program.tied:
             self._send_up(_HEAD, after=self.end_slot)
@@ -159,18 +165,18 @@ class _Run:
         if carry:
             self._expect()
         self._head(micro_batches, carry=carry, last=last)
-        for index in reversed(range(len(self.program.layers))):
+        for index in reversed(range(self.program.num_below, len(self.program.layers))):
             layer = self.program.layers[index]
             if layer.home:
                 self._backward(layer, micro_batches)
-                self.compute += layer.drain if last else 0.0
+                self._send_down(index, last=last)
                 continue
             place -= 1
             self._feed(index)
             self._take_up(index, carry=carry)
             self._backward(layer, micro_batches)
             self._send_down(index, last=last)
-            if place - slots >= 0:
+            if place - slots >= self.below:
                 self._send_up(travelling[place - slots], after=self.compute)
         if not self.program.tied:
             self._take_up(_PROLOGUE, carry=carry)
@@ -207,13 +213,23 @@ class _Run:
             self.input_arrival = max(self.upload, self.compute - (LANDINGS - 1) * layer.backward) + one
             self.upload = max(self.input_arrival, self.compute) + (LANDINGS - 1) * one
 
-    def _begin_wave(self, *, first: bool) -> None:
-        """What the slots hold stays from wave to wave; a new step uploads everything, in the order of updates."""
+    def _begin_wave(self, *, first: bool) -> deque[int]:
+        """What the slots hold stays from wave to wave; a new step uploads everything, in the order of updates. Returns the layers
+        whose uploads wait for a slot."""
         if first or self.ends_shared:
             self._send_up(_PROLOGUE, after=self.end_slot)
-        if first:
-            for unit in self.travelling[: self.num_slots]:
-                self._send_up(unit, after=0.0)
+        if not first and not self.below:
+            return deque(self.travelling[self.num_slots :])
+        coming = self.travelling if first else self.travelling[: self._missed_after_a_wave()]
+        for unit in coming[: self.num_slots]:
+            self._send_up(unit, after=0.0 if first else self.compute)
+        return deque(coming[self.num_slots :])
+
+    def _missed_after_a_wave(self) -> int:
+        """Uploads of a later wave's forward where layers lie below the backward (``time.layer_uploads``)."""
+        count = len(self.travelling)
+        missed_below = max(count - self.below - self.num_slots, 0)
+        return min(count, 2 * max(count - self.num_slots, 0) - missed_below)
 
     def _head(self, micro_batches: float, *, carry: bool, last: bool) -> None:
         if not self.program.tied:
@@ -229,7 +245,7 @@ class _Run:
 
     def _feed(self, unit: int) -> None:
         if not self.piece(unit).home:
-            self._wait(self.arrived[unit], for_update=self.updated[unit] > self.compute)
+            self._wait(self.arrived[unit], for_update=self.updated.get(unit, 0.0) > self.compute)
 
     def _wait(self, until: float, *, for_update: bool = False) -> None:
         missing = until - self.compute
@@ -243,13 +259,13 @@ class _Run:
     def _send_up(self, unit: int, *, after: float) -> None:
         piece = self.piece(unit)
         if not piece.home:
-            self.upload = max(self.upload, after, self.updated[unit]) + piece.upload
+            self.upload = max(self.upload, after, self.updated.get(unit, 0.0)) + piece.upload
             self.arrived[unit] = self.upload
 
     def _expect(self) -> None:
         """Gradients to be carried on, in the order of the backward; the first is on its way."""
         units = [self.head_unit, *reversed(self.travelling), *([] if self.program.tied else [_PROLOGUE])]
-        self.expected = deque(unit for unit in units if not self.piece(unit).home)
+        self.expected = deque(unit for unit in units if self.piece(unit).trained and not self.piece(unit).home)
         self._bring_next()
 
     def _bring_next(self) -> None:
@@ -261,7 +277,7 @@ class _Run:
             self.landed[unit] = (self.upload, ring, slab)
 
     def _take_up(self, unit: int, *, carry: bool) -> None:
-        if carry and not self.piece(unit).home:
+        if carry and self.piece(unit).trained and not self.piece(unit).home:
             arrival, ring, slab = self.landed.pop(unit)
             self._wait(arrival)
             ring.free[slab] = self.compute
@@ -269,7 +285,7 @@ class _Run:
 
     def _send_down(self, unit: int, *, last: bool) -> None:
         piece = self.piece(unit)
-        if not last and (piece.home or self.program.resident_gradients):
+        if not piece.trained or (not last and (piece.home or self.program.resident_gradients)):
             return
         if not piece.home:
             ring = self.leaving[unit >= 0]

@@ -9,7 +9,7 @@ the sum. Checked by ``tests/planner/test_time.py`` (upload counts against the en
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from layerferry.engine.sizes import micro_batches_of_wave
 from layerferry.layout import GRAD, WEIGHT, PlaneSpec
@@ -53,13 +53,13 @@ def busy(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Shape,
     grad_bytes = sum(grads[unit.index] for unit in travelling)
     rounds = len(waves_of(plan, shape))
     carried = 0 if plan.resident_gradients else rounds - 1
-    inputs = plan.host_inputs * shape.tokens_per_step * model.boundary
+    inputs = model.num_inputs_at_host(plan.host_inputs) * shape.tokens_per_step * model.boundary
     up = uploaded_bytes(model, plan, specs) + carried * grad_bytes + inputs
     return Seconds(
         compute=compute_s(model, plan, shape, machine),
         upload=up / machine.upload_together_bytes_per_s.value,
         download=((carried + 1) * grad_bytes + inputs) / machine.download_together_bytes_per_s.value,
-        optimizer=sum(unit.numel for unit in travelling) * machine.optimizer_s_per_param.value,
+        optimizer=sum(unit.num_trained for unit in travelling) * machine.optimizer_s_per_param.value,
     )
 
 
@@ -70,12 +70,12 @@ def compute_s(model: Model, plan: Plan, shape: Shape, machine: Machine) -> float
     total = micro_batches * (own.head + sum(map(sum, compute.layer_paces(model, plan, shape, machine))))
     if machine.is_cpu:
         return total
-    home = sum(model.units[index].numel for index in plan.on_device)
+    home = sum(model.units[index].num_trained for index in plan.on_device)
     drains = 1 if plan.resident_gradients else len(waves_of(plan, shape))
     return (
         total
         + compute.drain_s(home, machine)
-        + drains * compute.drain_s(model.num_params - home, machine)
+        + drains * compute.drain_s(model.num_trained - home, machine)
         + compute.home_step_s(home, machine)
     )
 
@@ -96,7 +96,7 @@ def program(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Sha
     travel."""
     own, home = compute.pace(model, plan, shape, machine), frozenset(plan.on_device)
     waves = waves_of(plan, shape)
-    both = plan.host_inputs > 0 or (len(waves) > 1 and not plan.resident_gradients)
+    both = model.num_inputs_at_host(plan.host_inputs) > 0 or (len(waves) > 1 and not plan.resident_gradients)
     up = (machine.upload_together_bytes_per_s if both else machine.upload_bytes_per_s).value
     down = (machine.download_together_bytes_per_s if both else machine.download_bytes_per_s).value
     weights, grads = unit_bytes(model, specs[WEIGHT]), unit_bytes(model, specs[GRAD])
@@ -104,16 +104,17 @@ def program(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Sha
     one_input = tokens_of(plan, shape) * model.boundary
 
     def piece(index: int, forward: float, backward: float, *, travels: bool = False) -> Piece:
-        numel = model.units[index].numel
+        trained = model.units[index].num_trained
         return Piece(
             forward=forward,
             backward=backward,
-            drain=compute.drain_s(numel, machine),
-            update=numel * machine.optimizer_s_per_param.value,
+            drain=compute.drain_s(trained, machine),
+            update=trained * machine.optimizer_s_per_param.value,
             upload=weights[index] / up,
             bring=grads[index] / up,
             send=grads[index] / down,
             home=index in home,
+            trained=trained > 0,
             input_down=one_input / down if travels else 0.0,
             input_up=one_input / up if travels else 0.0,
         )
@@ -123,7 +124,7 @@ def program(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Sha
     return Program(
         prologue=piece(first.index, 0.0, 0.0),
         layers=[
-            piece(index, *paces, travels=number < plan.host_inputs)
+            piece(index, *paces, travels=model.num_below <= number < plan.host_inputs)
             for number, (index, paces) in enumerate(zip(layers, compute.layer_paces(model, plan, shape, machine), strict=True))
         ],
         head=piece(last.index, own.head, 0.0),
@@ -132,14 +133,23 @@ def program(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Sha
         num_slots=plan.num_slots,
         num_slabs=plan.num_slabs,
         resident_gradients=plan.resident_gradients,
-        home_step_s=compute.home_step_s(sum(model.units[index].numel for index in home), machine),
+        num_below=model.num_below,
+        home_step_s=compute.home_step_s(sum(model.units[index].num_trained for index in home), machine),
     )
 
 
-def layer_uploads(num_layers: int, num_slots: int, num_waves: int) -> int:
-    """Layer uploads of one step: slots still hold ``num_slots`` layers at each turn; every step begins with new weights."""
-    missed = max(num_layers - num_slots, 0)
-    return num_layers + missed + (num_waves - 1) * 2 * missed
+def layer_uploads(num_layers: int, num_below: int, num_slots: int, num_waves: int) -> int:
+    """Layer uploads of one step, ``num_below`` of them in the forward alone: slots still hold ``num_slots`` layers at each turn;
+    every step begins with new weights. A later wave finds in its slots what the backward has used last: the lowest layers
+    that it comes to, which make room for those below them."""
+    missed_below = max(num_layers - num_below - num_slots, 0)
+    later = min(num_layers + missed_below, 2 * max(num_layers - num_slots, 0))
+    return num_layers + missed_below + (num_waves - 1) * later
+
+
+def travelling_below(model: Model, home: Collection[int]) -> int:
+    """Layers below everything that is trained, but for those at home."""
+    return sum(unit.index not in home for unit in model.layer_units[: model.num_below])
 
 
 def uploaded_bytes(model: Model, plan: Plan, specs: Mapping[str, PlaneSpec]) -> int:
@@ -152,6 +162,6 @@ def uploaded_bytes(model: Model, plan: Plan, specs: Mapping[str, PlaneSpec]) -> 
     ]
     layers = [num_bytes for unit, num_bytes in travelling if unit.is_layer]
     ends = [num_bytes for unit, num_bytes in travelling if not unit.is_layer]
-    uploads = layer_uploads(len(layers), plan.num_slots, plan.num_waves)
+    uploads = layer_uploads(len(layers), travelling_below(model, home), plan.num_slots, plan.num_waves)
     in_layers = uploads * sum(layers) // max(len(layers), 1)
     return in_layers + sum(ends) * (1 if len(ends) == 1 else plan.num_waves)

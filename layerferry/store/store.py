@@ -2,8 +2,9 @@
 
 A parameter's fp32 master lives as a bf16 high half in the weight plane (the very bytes that are uploaded) and a signed
 16-bit remainder in the residue plane (8 bits, or no residue at all, in the formats that ask for it); fp32-only parameters
-keep four bytes in the weight plane's second section. There is no second copy of anything: initialisation peaks at steady state
-plus the one parameter that is being written. Checked by ``tests/store/test_store.py``.
+keep four bytes in the weight plane's second section, and frozen ones have their weight alone. There is no second copy of
+anything: initialisation peaks at steady state plus the one parameter that is being written. Checked by
+``tests/store/test_store.py``.
 """
 
 from __future__ import annotations
@@ -72,6 +73,10 @@ class Store:
     def num_params(self) -> int:
         return sum(unit.numel for unit in self.units)
 
+    @property
+    def num_trained(self) -> int:
+        return sum(unit.num_trained for unit in self.units)
+
     def set_parameter(self, unit: Unit, entry: Entry, value: Tensor) -> None:
         """Write one parameter; ``value`` of any float dtype and of ``entry.shape`` becomes the fp32 master."""
         assert tuple(value.shape) == entry.shape, f"{entry.name}: {tuple(value.shape)} is not {entry.shape}"
@@ -97,7 +102,7 @@ class Store:
     def _residue(self, unit: Unit, entry: Entry) -> Tensor | None:
         """None where the weight plane holds the whole master."""
         plane = self.plane(unit, RESIDUE)
-        return plane.view(entry) if entry.dtype in plane.sections else None
+        return plane.view(entry) if plane.holds(entry) else None
 
     def parameter(self, unit: Unit, entry: Entry) -> Tensor:
         """The parameter as the device computes with it (bf16, or fp32 where it must be), a view @host."""

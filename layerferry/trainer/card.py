@@ -19,7 +19,7 @@ from layerferry.version import VERSION
 PACKAGES = ("transformers", "torch", "tokenizers")
 
 
-def model_card(config: Config, *, entries: list[Entry], total_steps: int, num_params: int) -> str:
+def model_card(config: Config, *, entries: list[Entry], total_steps: int, num_params: int, num_trained: int) -> str:
     """The text of README.md."""
     train = config.train
     name = Path(train.output_dir).name
@@ -27,14 +27,15 @@ def model_card(config: Config, *, entries: list[Entry], total_steps: int, num_pa
         "library_name": "transformers",
         "license": "other",
         "base_model": config.model.model_name_or_path,
-        "tags": ["layerferry", "full", "generated_from_trainer"],
+        "tags": ["layerferry", train.finetuning_type, "generated_from_trainer"],
         "pipeline_tag": "text-generation",
         "model-index": [{"name": name, "results": []}],
     }
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", "", f"# {name}", ""]
     datasets = ", ".join(config.data.dataset)
+    kind = "a full-parameter fine-tune" if num_trained == num_params else f"a fine-tune of {num_trained:,} parameters"
     lines += [
-        f"This model is a full-parameter fine-tune of {config.model.model_name_or_path} on {datasets}, trained with LayerFerry: "
+        f"This model is {kind} of {config.model.model_name_or_path} on {datasets}, trained with LayerFerry: "
         f"{num_params:,} parameters, fp32 masters, saved as {'fp32' if train.fp32 else 'bf16'}.",
         "",
     ]

@@ -109,6 +109,12 @@ def train(config: Config) -> None:
             engine.tape_type = WatchfulTape
         question = problem(Model.of(engine.skeleton), engine.store.specs, machine, config, row_tokens)
         logger.info("%s", render(engine.plan, question))
+        logger.info(
+            "trainable params: %s || all params: %s || trainable%%: %.4f",
+            f"{engine.num_trained:,}",
+            f"{engine.num_params:,}",
+            100 * engine.num_trained / engine.num_params,
+        )
         _say_what_comes(config, data, sampler, total_steps)
         folder = open_folder(config.train, resumes=start is not None)
         saver = stack.enter_context(closing(saver_of(config, engine, folder, start)))
@@ -266,7 +272,8 @@ def run(loop: Loop, folder: Path) -> None:
 
 def write_card(folder: Path, config: Config, engine: Engine, history: History, total_steps: int) -> None:
     """Write README.md."""
-    text = model_card(config, entries=history.entries, total_steps=total_steps, num_params=engine.num_params)
+    counts = {"num_params": engine.num_params, "num_trained": engine.num_trained}
+    text = model_card(config, entries=history.entries, total_steps=total_steps, **counts)
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 

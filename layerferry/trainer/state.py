@@ -138,6 +138,7 @@ def settings_of(config: Config, total_steps: int) -> dict[str, Any]:
         "gradient_accumulation_steps": train.gradient_accumulation_steps,
         "seed": train.seed,
         "fp32": train.fp32,
+        "finetuning_type": train.finetuning_type,
     }
 
 

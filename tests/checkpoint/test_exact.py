@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from layerferry.checkpoint import checksum, manifest
 from layerferry.checkpoint.save import Saver
 from layerferry.errors import CheckpointError
 from layerferry.plan import Plan
+from layerferry.store.safetensors_file import CheckpointFolder
 from tests.checkpoint.faults import BreakingFiles
 from tests.checkpoint.tiny import PLANS, RUN, assert_same, engine_of, load, model_of, save, state_of, train
 
@@ -143,3 +145,36 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     saved = save(engine, tmp_path, 1)
     with pytest.raises(CheckpointError):
         load(model_of(num_hidden_layers=3), saved.folder)
+
+
+FREEZES = {"the last layer": "layers.1.", "mlp": ".mlp.", "the embedding": "embed_tokens"}
+
+
+@pytest.mark.parametrize("part", FREEZES.values(), ids=FREEZES)
+def test_frozen_parameters_have_no_state_and_come_back(tmp_path: Path, part: str) -> None:
+    def frozen() -> Any:
+        model = model_of()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(part in name)
+        return model
+
+    first = engine_of(frozen())
+    train(first, range(2))
+    saved = save(first, tmp_path, 2)
+    files = [CheckpointFolder(path) for path in saved.folder.glob("state-*.safetensors")]
+    with_state = {name.split(".", 1)[1] for file in files for name in file.names}
+    assert with_state == {name for name, _ in frozen().named_parameters() if part in name}
+    second = load(frozen(), saved.folder, PLANS["home"])
+    assert_same(state_of(second), state_of(first))
+    assert train(second, range(2, 4)) == train(first, range(2, 4))
+    assert_same(state_of(second), state_of(first))
+    with pytest.raises(CheckpointError, match=r"of other trained parameters \(finetuning_type, freeze_\.\.\.\): .* is missing"):
+        load(model_of(), saved.folder)
+
+
+def test_a_checkpoint_of_more_trained_parameters_is_refused(tmp_path: Path) -> None:
+    first = engine_of(model := model_of())
+    saved = save(first, tmp_path, 0)
+    model.model.embed_tokens.weight.requires_grad_(False)
+    with pytest.raises(CheckpointError, match=r"of other trained parameters .*: exp_avg.model.embed_tokens.weight belongs to no"):
+        load(model, saved.folder)

@@ -83,7 +83,7 @@ def state_of(engine: Engine) -> dict[str, torch.Tensor]:
             planes = engine.store.planes(unit)
             found[f"master {name}"] = engine.store.master(unit, entry)
             for kind, plane in planes.items():
-                if kind not in (GRAD, WEIGHT, RESIDUE):
+                if kind not in (GRAD, WEIGHT, RESIDUE) and plane.holds(entry):
                     found[f"{kind} {name}"] = plane.view(entry).clone()
                     if plane.spec.coded:
                         found[f"{kind} exponents {name}"] = plane.exponents_of(entry).clone()

@@ -17,6 +17,7 @@ from layerferry.engine.engine import Engine
 from layerferry.engine.oracle import OtherSlots, drawing_by_place
 from layerferry.layout import FP32_PLANE, GRAD
 from layerferry.models.build import build_on_meta, fp32_only
+from layerferry.models.frozen import freeze_alike
 from layerferry.models.skeleton import Skeleton
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.base import Optimizer
@@ -81,7 +82,9 @@ def _fresh(model: Any, dtype: torch.dtype) -> Any:
     attention = model.config._attn_implementation
     if _LAST[0] is not model or _LAST[1:3] != [dtype, attention]:
         _LAST[:] = model, dtype, attention, build_on_meta(model.config, dtype=dtype, attention=attention)
-    return copy.deepcopy(_LAST[3])
+    fresh = copy.deepcopy(_LAST[3])
+    freeze_alike(fresh, model)
+    return fresh
 
 
 def make_engine(
@@ -113,14 +116,16 @@ def make_engine(
 
 
 def gradients(engine: Engine) -> dict[str, Tensor]:
-    """What the last step drained, by model parameter name, as fp32."""
+    """What the last step drained, by model parameter name, as fp32; zeros for frozen parameters, as the oracle has them."""
     engine.settle()
     engine.backend.synchronize()
-    return {
-        unit.names[entry.name]: engine.store.plane(unit, GRAD).view(entry).float().clone()
-        for unit in engine.store.units
-        for entry in unit.layout.entries
-    }
+    found = {}
+    for unit in engine.store.units:
+        plane = engine.store.plane(unit, GRAD)
+        for entry in unit.layout.entries:
+            value = plane.view(entry).float().clone() if plane.holds(entry) else torch.zeros(entry.shape)
+            found[unit.names[entry.name]] = value
+    return found
 
 
 def masters(engine: Engine) -> dict[str, Tensor]:

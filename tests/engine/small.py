@@ -27,7 +27,7 @@ def state(engine: Engine) -> dict[str, Tensor]:
     for unit in engine.store.units:
         for kind in engine.optimizer.state_planes:
             plane = engine.store.plane(unit, kind)
-            kept = [entry for entry in unit.layout.entries if entry.dtype in plane.sections]
+            kept = [entry for entry in unit.layout.entries if plane.holds(entry)]
             everything |= {f"{kind} {unit.names[e.name]}": plane.view(e).clone() for e in kept}
             if plane.spec.coded:
                 everything |= {f"{kind} exponents {unit.names[e.name]}": plane.exponents_of(e).clone() for e in kept}

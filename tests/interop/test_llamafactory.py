@@ -107,7 +107,7 @@ SGD = "model_name_or_path: m\nfinetuning_type: full\noptim: sgd\n"
         ("bf16: 7\n", r"run.yaml:1: bf16: expected true or false, found 7"),
         ("dataset: {a: 1}\n", r"run.yaml:1: dataset: expected text"),
         ("model_name_or_path: m\n", r"run.yaml: finetuning_type: missing, .*set finetuning_type: full"),
-        ("finetuning_type: lora\n", r"run.yaml:1: finetuning_type: 'lora' is not supported: full .*finetuning_type: full"),
+        ("finetuning_type: lora\n", r"run.yaml:1: finetuning_type: 'lora' is not .*: full, freeze .*finetuning_type: full"),
         ("stage: dpo\n", r"run.yaml:1: stage: 'dpo' is not supported: pt, sft \(rm, dpo, kto and ppo are not there yet\)"),
         ("finetuning_type: full\ndataset: d\n", r"run.yaml: model_name_or_path: missing"),
         ("model_name_or_path: m\nfinetuning_type: full\n", r"run.yaml: dataset: missing"),

@@ -60,6 +60,16 @@ def test_an_expert_without_tokens_has_no_gradient_and_harms_none() -> None:
     assert torch.allclose(by_weight, right_weight, rtol=1e-5, atol=1e-5) and not by_weight[1].any()
 
 
+def test_frozen_experts_pass_the_same_gradient_on() -> None:
+    weight, ends = torch.randn(3, 8, 4), torch.tensor([4, 4, 6], dtype=torch.int32)
+    found = []
+    for trained in (True, False):
+        values = torch.ones(6, 8, requires_grad=True)
+        product = experts.grouped(values, weight.clone().requires_grad_(trained), ends)
+        found.append(torch.autograd.grad(product.square().sum(), values)[0])
+    assert torch.equal(*found) and found[0].any()
+
+
 def test_other_families_keep_their_own() -> None:
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 

@@ -11,6 +11,7 @@ import torch
 from layerferry.config import Config, EngineConfig, ModelConfig, TrainConfig
 from layerferry.layout import PlaneSpec
 from layerferry.models.build import build_on_meta
+from layerferry.models.frozen import freeze
 from layerferry.models.skeleton import Skeleton
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.decay import decays
@@ -66,12 +67,22 @@ QWEN_MOE = {
 SHAPES = {"qwen3-30b-a3b": QWEN_MOE, "qwen2.5-3b": QWEN_3B, "qwen2.5-7b": QWEN_7B, "qwen2.5-14b": QWEN_14B}
 
 
-def skeleton(model_type: str = "llama", *, fp32: bool = False, attention: str = "sdpa", **overrides: Any) -> Skeleton:
+def skeleton(
+    model_type: str = "llama",
+    *,
+    fp32: bool = False,
+    attention: str = "sdpa",
+    frozen: dict[str, Any] | None = None,
+    **overrides: Any,
+) -> Skeleton:
+    """``frozen``: keys of ``finetuning_type: freeze``."""
     from transformers import CONFIG_MAPPING
 
     config = CONFIG_MAPPING[model_type](**{**TINY, **overrides})
     dtype = torch.float32 if fp32 else torch.bfloat16
     model = build_on_meta(config, dtype=dtype, attention=attention)
+    if frozen is not None:
+        freeze(model, TrainConfig(finetuning_type="freeze", **frozen))
     return Skeleton(model, decays=decays, device=torch.device("cpu"), fp32=fp32)
 
 

@@ -22,6 +22,7 @@ import torch
 from layerferry.config import Config, DataConfig, EngineConfig, ModelConfig, OptimConfig, TrainConfig
 from layerferry.data import Cursor, Sampler, build, step_batches, tokenizer
 from layerferry.errors import CheckpointError, ConfigError, PlanError
+from layerferry.models.frozen import freeze
 from layerferry.trainer import train
 from tests.trainer.fakes import read_lines
 
@@ -87,6 +88,7 @@ def oracle_losses(config: Config) -> list[tuple[float, float, float]]:
     sampler = Sampler.of(config, len(data.train))
     total = sampler.total_steps(config.train.num_train_epochs)
     model = AutoModelForCausalLM.from_pretrained(config.model.model_name_or_path, dtype=torch.float32, attn_implementation="sdpa")
+    freeze(model, config.train)
     decayed = [p for n, p in model.named_parameters() if "norm" not in n]
     plain = [p for n, p in model.named_parameters() if "norm" in n]
     groups = [{"params": decayed, "weight_decay": config.optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
@@ -126,6 +128,32 @@ def test_losses_are_those_of_plain_torch(model_folder: Path, rows: Path, tmp_pat
         assert entry["grad_norm"] == pytest.approx(norm, rel=1e-3)
         assert entry["learning_rate"] == pytest.approx(lr, rel=1e-12)
     assert expected[0][2] == 0.0 and expected[-1][0] < expected[0][0] - 0.05
+
+
+def test_frozen_layers_stay_and_the_rest_is_plain_torchs(
+    model_folder: Path, rows: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch's AdamW and clipping over parameters of which all but the last layer's have no gradient; the whole model is saved."""
+    from transformers import AutoModelForCausalLM
+
+    config = make_config(model_folder, rows, tmp_path, finetuning_type="freeze", freeze_trainable_layers=1)
+    expected = oracle_losses(config)
+    caplog.set_level("INFO")
+    train(config)
+    logged = [e for e in json.loads((tmp_path / "trainer_state.json").read_text())["log_history"] if "loss" in e]
+    for entry, (loss, norm, _) in zip(logged, expected, strict=True):
+        assert entry["loss"] == pytest.approx(loss, rel=1e-4) and entry["grad_norm"] == pytest.approx(norm, rel=1e-3)
+    before, after = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (model_folder, tmp_path))
+    moved = {n for n, p in after.named_parameters() if not torch.equal(p, before.get_parameter(n))}
+    last = f".layers.{after.config.num_hidden_layers - 1}."
+    trained = [p.numel() for n, p in after.named_parameters() if last in n]
+    assert moved == {n for n, _ in after.named_parameters() if last in n}
+    total = sum(p.numel() for p in after.parameters())
+    assert (
+        f"trainable params: {sum(trained):,} || all params: {total:,} || trainable%: {100 * sum(trained) / total:.4f}"
+        in caplog.text
+    )
+    assert f"a fine-tune of {sum(trained):,} parameters" in (tmp_path / "README.md").read_text()
 
 
 def test_the_whole_output_folder(model_folder: Path, rows: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
