@@ -24,7 +24,7 @@ from layerferry.engine.randomness import seed_of
 from layerferry.errors import CheckpointError, ConfigError
 from layerferry.layout import FP32_PLANE, GRAD_PLANE
 from layerferry.models import experts, varlen
-from layerferry.models.build import ATTENTION, build_on_meta, read_config, refuse_missing_folder, take_block_size
+from layerferry.models.build import ATTENTION, build_on_meta, config_of, refuse_missing_folder, take_block_size
 from layerferry.models.frozen import freeze, freeze_alike
 from layerferry.models.grown import GrownSource, grown_rows
 from layerferry.models.initial import initial_parameters
@@ -104,12 +104,7 @@ def _build(config: Config, live: PreTrainedModel | None, num_tokens: int | None)
     if live is not None:
         built = build_on_meta(live.config, dtype=dtype, attention=live.config._attn_implementation)
         return built, _LiveSource(live), ModelFolder(built, source=None)
-    hf_config = read_config(
-        given.model_name_or_path,
-        revision=given.model_revision,
-        trust_remote_code=given.trust_remote_code,
-        cache_dir=given.cache_dir,
-    )
+    hf_config = config_of(given, config.data.cutoff_len)
     block = take_block_size(hf_config)
     ask_for_balance(hf_config, given.moe_aux_loss_coef)
 

@@ -128,7 +128,7 @@ class Talker:
 def _load_model(options: ChatConfig) -> Any:
     from transformers import AutoModelForCausalLM
 
-    from layerferry.models.build import read_config, reason
+    from layerferry.models.build import config_of, reason
 
     model, name = options.model, options.model.model_name_or_path
     shared: dict[str, Any] = {
@@ -136,10 +136,16 @@ def _load_model(options: ChatConfig) -> Any:
         "trust_remote_code": model.trust_remote_code,
         "cache_dir": model.cache_dir,
     }
-    read_config(name, **shared)  # a folder that is no model is named in our words
+    config = config_of(model, None)  # a folder that is no model is named in our words
     try:
         loaded, found = AutoModelForCausalLM.from_pretrained(
-            name, dtype=options.infer_dtype, device_map="auto", use_safetensors=True, output_loading_info=True, **shared
+            name,
+            config=config,
+            dtype=options.infer_dtype,
+            device_map="auto",
+            use_safetensors=True,
+            output_loading_info=True,
+            **shared,
         )
     except Exception as error:  # a damaged file, a config that no model can be made of: of many libraries' classes
         raise CheckpointError(f"{name}: cannot be loaded: {reason(error)}") from error

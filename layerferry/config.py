@@ -32,6 +32,8 @@ class ModelConfig:
     split_special_tokens: bool = False
     flash_attn: str = "auto"
     """auto, disabled (eager), sdpa, fa2, fa3."""
+    rope_scaling: str | None = None
+    """linear, dynamic, yarn, llama3: stretch rotary positions to rows of cutoff_len."""
     moe_aux_loss_coef: float | None = None
     """Weight of the router's load-balancing loss; None keeps the model config's choice."""
 

@@ -52,6 +52,14 @@ def test_an_answer_is_what_transformers_generates(folder: Path) -> None:
     assert answer == tokenizer.decode(expected[0, ids.shape[1] :]) == "".join(written)
 
 
+def test_a_conversation_with_stretched_positions(folder: Path) -> None:
+    stretched = ModelConfig(model_name_or_path=str(folder), rope_scaling="linear")
+    model = Talker(ChatConfig(model=stretched)).model
+    plain = Talker(options(folder)).model
+    assert model.config.max_position_embeddings == 2 * plain.config.max_position_embeddings
+    assert torch.equal(model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq / 2)
+
+
 def test_a_conversation_remembers(folder: Path) -> None:
     talker = Talker(options(folder))
     first = talker.say("One.", lambda text: None)

@@ -153,6 +153,8 @@ def export_options(path: Path | None, overrides: Sequence[str]) -> ExportConfig:
     reading = Reading(*_folder_as_model(path, overrides))
     if not reading.values.get("export_dir"):
         raise reading.fail("export_dir", "missing: the folder to write")
+    if reading.values.get("rope_scaling"):
+        raise reading.fail("rope_scaling", "an export leaves the positions of a model as they are: remove it")
     shared = {name: reading.values[name] for name in ("template", "infer_dtype") if name in reading.values}
     return ExportConfig(model=reading.model(), **shared, **reading.section("export"))
 

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from layerferry.config import ModelConfig
 from layerferry.errors import CheckpointError, ConfigError, ModelRefused
+from layerferry.models.rope import stretch
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -52,6 +54,18 @@ def read_config(
     depth = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(depth, int) and depth < 1:
         raise CheckpointError(f"{source}: no usable config.json: num_hidden_layers is {depth}, a model has at least 1")
+    return config
+
+
+def config_of(given: ModelConfig, tokens: int | None) -> PretrainedConfig:
+    """``read_config`` as ``given`` says, with rotary positions for rows of ``tokens`` (None: not known)."""
+    config = read_config(
+        given.model_name_or_path,
+        revision=given.model_revision,
+        trust_remote_code=given.trust_remote_code,
+        cache_dir=given.cache_dir,
+    )
+    stretch(config, given.rope_scaling, tokens)
     return config
 
 

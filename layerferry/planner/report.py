@@ -14,7 +14,7 @@ import torch
 
 from layerferry.backends import make
 from layerferry.config import Config
-from layerferry.models.build import ATTENTION, build_on_meta, read_config, take_block_size
+from layerferry.models.build import ATTENTION, build_on_meta, config_of, take_block_size
 from layerferry.models.frozen import freeze
 from layerferry.models.skeleton import Skeleton
 from layerferry.optim.choose import optimizer_for
@@ -80,12 +80,7 @@ def plan_for(config: Config) -> PlanReport:
     """The plan that ``train`` would make for ``config`` here; activations as an earlier run has measured them, else estimated."""
     given = config.model
     backend = make(config.engine.device)
-    hf_config = read_config(
-        given.model_name_or_path,
-        revision=given.model_revision,
-        trust_remote_code=given.trust_remote_code,
-        cache_dir=given.cache_dir,
-    )
+    hf_config = config_of(given, config.data.cutoff_len)
     take_block_size(hf_config)
     dtype = torch.float32 if config.train.fp32 else torch.bfloat16
     attention = ATTENTION[given.flash_attn]

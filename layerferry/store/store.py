@@ -89,7 +89,7 @@ class Store:
         else:
             split = split_master24 if residue.dtype == torch.int8 else split_master
             flat = (value.reshape(-1), weight.view(-1), residue.view(-1))
-            for given, upper, lower in zip(*(one.split(PIECE) for one in flat), strict=True):
+            for given, upper, lower in zip(*(torch.split(one, PIECE) for one in flat), strict=True):
                 high, low = split(given.float())
                 upper.copy_(high)
                 lower.copy_(low)

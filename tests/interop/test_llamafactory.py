@@ -244,6 +244,9 @@ def test_chat_and_export_read_the_same_files(tmp_path: Path) -> None:
         export_options(folder, [])
     with pytest.raises(ConfigError, match="infer_backend: 'vllm' is not supported"):
         chat_options(folder, ["infer_backend=vllm"])
+    assert chat_options(path, ["rope_scaling=yarn"]).model.rope_scaling == "yarn"
+    with pytest.raises(ConfigError, match="rope_scaling: an export leaves the positions of a model as they are: remove it"):
+        export_options(path, ["rope_scaling=yarn"])
 
 
 VALUES = st.one_of(
