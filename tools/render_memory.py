@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from layerferry.config import OptimConfig
 from layerferry.layout import GRAD, RESIDUE, WEIGHT
 from layerferry.models.build import build_on_meta
 from layerferry.models.skeleton import Skeleton
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.base import EXP_AVG, EXP_AVG_SQ
+from layerferry.optim.choose import optimizer_for
 from layerferry.optim.decay import decays
 from layerferry.optim.reference import ReferenceKernels
 from layerferry.plan import GIB, Plan
@@ -51,7 +54,7 @@ FIELDS = (
     "tie_word_embeddings",
 )
 
-HEAD = f"""# Memory
+HEAD = """# Memory
 
 This page is written by `tools/render_memory.py` from the planner, and a test holds the planner to the bytes that are
 really allocated. `layerferry plan CONFIG.yaml` prints the same for your model, rows and machine.
@@ -73,6 +76,8 @@ master is two planes: the upper half is the bf16 weight that is uploaded, the lo
 Several waves can carry the gradient in fp32 (`carry_fp32`): 16 bytes. A unit that lives on the device keeps the same planes
 there, with a gradient of 4 bytes. Padding (every parameter starts at a multiple of 256 bytes) is in the numbers below.
 
+"""
+DEVICE_TEXT = f"""
 ## Device: a few layers and what is kept of the activations
 
 {ROWS} rows of {ROW_TOKENS} tokens a step in micro-batches of {MICRO_BATCH_ROWS} rows, everything streamed in one wave,
@@ -81,6 +86,45 @@ embedding and head, and fp32 accumulators. Activations are the planner's estimat
 plan is made.
 
 """
+
+
+FORMATS = {
+    "`optim: adamw_torch` (default)": OptimConfig(),
+    "`optim: adamw_8bit` or `paged_adamw_8bit`, `adamw_bnb_8bit`": OptimConfig(optim="adamw_8bit"),
+    "`optim: adamw_8bit`, `master_weights: fp32`": OptimConfig(optim="adamw_8bit", master_weights="fp32"),
+    "`optim: adamw_8bit`, `master_weights: bf16`": OptimConfig(optim="adamw_8bit", master_weights="bf16"),
+    "`optim: adamw_torch`, `master_weights: bf16`": OptimConfig(master_weights="bf16"),
+    "`optim: lion_32bit`": OptimConfig(optim="lion_32bit"),
+    "`optim: lion_8bit`": OptimConfig(optim="lion_8bit"),
+    "`optim: sgd`, `optim_args: momentum=0.9`": OptimConfig(optim="sgd", momentum=0.9),
+    "`optim: sgd`": OptimConfig(optim="sgd"),
+}
+"""Words of a configuration -> what they ask for."""
+FORMAT_MODELS = ("Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B")
+FORMATS_TEXT = """### Other formats of the state
+
+What is kept in fewer bits is rounded stochastically, so that small updates are not lost
+([decision 15](decisions/0015-optimizer-formats.md)); 8-bit moments have one exponent byte per 128 numbers. Bytes a parameter, and
+GiB @host of whole models:
+
+"""
+
+
+def format_rows(names: Sequence[str]) -> list[str]:
+    """The table of formats for these models; bytes a parameter are the first one's."""
+    titles = ("configuration", "weight", "residue", "gradient", "moments", "B/param", *names)
+    models = [Model.of(skeleton(name)) for name in names]
+    lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
+    for words, config in FORMATS.items():
+        specs = plane_specs(optimizer_for(config).state_planes)
+        held = [{kind: sum(unit_bytes(model, spec)) for kind, spec in specs.items()} for model in models]
+        first, params = held[0], models[0].num_params
+        moments = sum(num_bytes for kind, num_bytes in first.items() if kind not in (WEIGHT, RESIDUE, GRAD))
+        parts = [first[WEIGHT], first[RESIDUE], first[GRAD], moments, sum(first.values())]
+        cells = [words, *(f"{part / params:.2f}".removesuffix(".00") for part in parts)]
+        cells += [f"{sum(each.values()) / GIB:.1f}" for each in held]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 TITLES = (
@@ -129,7 +173,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     lines = [f"| {' | '.join(TITLES)} |", "|" + "---|" * len(TITLES), *map(row, MODELS)]
-    page = HEAD + "\n".join(lines) + "\n"
+    formats = "\n".join(format_rows(FORMAT_MODELS)) + "\n"
+    page = HEAD + FORMATS_TEXT + formats + DEVICE_TEXT + "\n".join(lines) + "\n"
     if not parser.parse_args().check:
         PAGE.write_text(page)
         return 0
