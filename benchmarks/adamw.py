@@ -24,8 +24,9 @@ from rows import common, emit, is_done, options
 
 from layerferry.backends.cpu import CpuBackend
 from layerferry.layout import GRAD, WEIGHT, Layout, ParameterSpec, Plane
+from layerferry.optim.adafactor import Adafactor
 from layerferry.optim.adamw import AdamW
-from layerferry.optim.base import StepHyper
+from layerferry.optim.base import Optimizer, StepHyper
 from layerferry.optim.formats import FormattedOptimizer, StateFormat
 from layerferry.optim.lion import Lion
 from layerferry.optim.load import load_kernels
@@ -36,13 +37,14 @@ from layerferry.planner.compute import moved_bytes_per_param
 from layerferry.store.store import plane_specs
 
 LEAN = StateFormat(master="24bit", moments="8bit")
-FORMATS: dict[str, FormattedOptimizer] = {
+FORMATS: dict[str, Optimizer] = {
     "adamw": AdamW(weight_decay=0.01),
     "adamw_8bit": AdamW(weight_decay=0.01, state_format=LEAN),
     "adamw_8bit-bf16": AdamW(weight_decay=0.01, state_format=StateFormat(master="bf16", moments="8bit")),
     "adamw-bf16": AdamW(weight_decay=0.01, state_format=StateFormat(master="bf16")),
     "lion": Lion(weight_decay=0.01),
     "lion_8bit": Lion(weight_decay=0.01, state_format=LEAN),
+    "adafactor": Adafactor(weight_decay=0.01),
     "sgd": SGD(momentum=0.9),
 }
 CLAIMED_SHARE = {"adamw": 0.90}
@@ -52,7 +54,7 @@ CEILING_BYTES = 26
 Planes = dict[str, Plane]
 
 
-def planes_of(optimizer: FormattedOptimizer, layout: Layout) -> Planes:
+def planes_of(optimizer: Optimizer, layout: Layout) -> Planes:
     """Planes of a unit @host, 64-byte aligned, holding ordinary values."""
     specs = plane_specs(optimizer.state_planes)
     planes = {kind: Plane(layout, spec, torch.zeros(layout.bytes(spec), dtype=torch.uint8)) for kind, spec in specs.items()}
@@ -112,7 +114,7 @@ def measure(name: str, args: argparse.Namespace) -> tuple[list[dict[str, object]
     planes, spoilt = planes_of(optimizer, layout), planes_of(FORMATS["adamw"], layout)
     moved = moved_bytes_per_param(plane_specs(optimizer.state_planes))
 
-    def step(by: FormattedOptimizer) -> Callable[[], None]:
+    def step(by: Optimizer) -> Callable[[], None]:
         return lambda: by.step(planes, layout, StepHyper(lr=1e-5, step=10, grad_scale=0.5), threads)
 
     def ceiling() -> None:
@@ -124,7 +126,7 @@ def measure(name: str, args: argparse.Namespace) -> tuple[list[dict[str, object]
         row(name, numel, threads, step_s, moved) | {"share_of_ceiling": round(share, 4)},
         row(f"{name}-ceiling", numel, threads, ceiling_s, CEILING_BYTES),
     ]
-    if args.reference:
+    if args.reference and isinstance(optimizer, FormattedOptimizer):
         plain = copy.copy(optimizer)
         plain._host_kernels = ReferenceKernels()
         [reference_s] = alternating([step(plain)], 2)

@@ -49,6 +49,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "adamw_8bit-bf16": {"optim": "adamw_8bit", "master_weights": "bf16"},
     "lion": {"optim": "lion_32bit"},
     "lion_8bit": {"optim": "lion_8bit"},
+    "adafactor": {"optim": "adafactor"},
     "sgd": {"optim": "sgd", "momentum": 0.9},
 }
 """Name → fields of ``OptimConfig``."""

@@ -138,8 +138,13 @@ class Layout:
         return sum(entry.numel for entry in self.entries if entry.trained)
 
     def numel_in(self, plane: PlaneSpec) -> tuple[int, int]:
-        """Elements of each section of one plane of this unit."""
-        return self.section_numel if plane.frozen else self.trained_numel
+        """Elements of each section of one plane of this unit, padding included."""
+        if plane.side is None:
+            return self.section_numel if plane.frozen else self.trained_numel
+        lengths = dict.fromkeys(SECTION_DTYPES, 0)
+        for entry in self.entries:
+            lengths[entry.dtype] += _aligned(prod(plane.shape(entry))) if entry.trained else 0
+        return lengths[torch.bfloat16], lengths[torch.float32]
 
     def place(self, entry: Entry, plane: PlaneSpec) -> slice | None:
         """Bytes of ``entry``, padding included, in one plane of this unit; None where the plane does not hold it."""
@@ -151,12 +156,19 @@ class Layout:
                 size = 0 if dtype is None else dtype.itemsize
                 start = begin + entry.offset * size
                 return slice(start, start + entry.padded_numel * size) if size else None
-            begin += 0 if dtype is None else numel * dtype.itemsize
+            begin += plane.section_bytes(numel, dtype)
         raise AssertionError("a parameter has a dtype without a section")
 
     def bytes(self, plane: PlaneSpec) -> int:
         """Bytes of one plane of this unit."""
         return sum(plane.section_bytes(numel, dtype) for numel, dtype in zip(self.numel_in(plane), plane.dtypes, strict=True))
+
+    def offset(self, entry: Entry, plane: PlaneSpec) -> int:
+        """Where ``entry`` begins in its section of one plane."""
+        if plane.side is None:
+            return entry.offset
+        before = self.entries[: self.entries.index(entry)]
+        return sum(_aligned(prod(plane.shape(other))) for other in before if other.dtype == entry.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +177,22 @@ class PlaneSpec:
 
     ``coded``: elements are 8-bit codes, and behind each section lies one exponent byte per ``BLOCK_ELEMENTS``. ``frozen``: frozen
     parameters have elements in it too; of all planes only the weights.
+    ``side``: row or column, a number for each row or column of a parameter's matrices; a vector has all its numbers in the rows.
     """
 
     dtypes: tuple[torch.dtype | None, torch.dtype | None]
     coded: bool = False
     frozen: bool = False
+    side: str | None = None
+
+    def shape(self, entry: Entry) -> tuple[int, ...]:
+        """Of what the plane holds for one parameter."""
+        if self.side is None:
+            return entry.shape
+        if len(entry.shape) < 2:
+            return (1, entry.numel if self.side == "row" else 0)
+        height, width = entry.shape[-2:]
+        return (entry.numel // (height * width), height if self.side == "row" else width)
 
     def section_bytes(self, numel: int, dtype: torch.dtype | None) -> int:
         """Of ``numel`` elements, whole blocks."""
@@ -181,6 +204,7 @@ RESIDUE_PLANE = PlaneSpec((torch.int16, None))
 RESIDUE8_PLANE = PlaneSpec((torch.int8, None))
 """The next 8 bits below the bf16 weight: a master of 24 bits."""
 NO_PLANE = PlaneSpec((None, None))
+ROW_PLANE, COLUMN_PLANE = (PlaneSpec((torch.float32, torch.float32), side=side) for side in ("row", "column"))
 CODES_PLANE = PlaneSpec((torch.uint8, torch.uint8), coded=True)
 GRAD_PLANE = PlaneSpec((torch.bfloat16, torch.float32))
 FP32_PLANE = PlaneSpec((torch.float32, torch.float32))
@@ -228,8 +252,9 @@ class Plane:
         return self.exponents[entry.dtype][first : first + -(-entry.numel // BLOCK_ELEMENTS)]
 
     def view(self, entry: Entry) -> Tensor:
-        """The parameter ``entry`` in its own shape."""
-        return self.sections[entry.dtype][entry.offset : entry.offset + entry.numel].view(entry.shape)
+        """What the plane holds for ``entry``: in the parameter's own shape, or one number for each row or column."""
+        shape, start = self.spec.shape(entry), self.layout.offset(entry, self.spec)
+        return self.sections[entry.dtype][start : start + prod(shape)].view(shape)
 
     def holds(self, entry: Entry) -> bool:
         """Whether the parameter has elements in this plane."""

@@ -97,6 +97,7 @@ FORMATS = {
     "`optim: lion_32bit`": OptimConfig(optim="lion_32bit"),
     "`optim: lion_8bit`": OptimConfig(optim="lion_8bit"),
     "`optim: sgd`, `optim_args: momentum=0.9`": OptimConfig(optim="sgd", momentum=0.9),
+    "`optim: adafactor`": OptimConfig(optim="adafactor"),
     "`optim: sgd`": OptimConfig(optim="sgd"),
 }
 """Words of a configuration -> what they ask for."""

@@ -158,7 +158,8 @@ class Contents:
                 if planes[kind].holds(entry):
                     dtype = planes[kind].sections[entry.dtype].dtype
                     name = SEPARATOR.join((kind, unit.names[entry.name]))
-                    yield TensorToWrite(name, entry.shape, dtype, Maker(self._seen, unit.index, kind, entry))
+                    shape = planes[kind].spec.shape(entry)
+                    yield TensorToWrite(name, shape, dtype, Maker(self._seen, unit.index, kind, entry))
                 if planes[kind].spec.coded and planes[kind].holds(entry):
                     name = SEPARATOR.join((exponents_of(kind), unit.names[entry.name]))
                     maker = ExponentMaker(self._seen, unit.index, kind, entry)

@@ -64,7 +64,7 @@ def _restore_parameter(engine: Engine, unit: Unit, entry: Entry, state: _State) 
             _restore_moment(store.plane(unit, kind), kind, name, entry, state)
     if not state.has(RESIDUE, name):
         return  # the master was whole in the shard, and loading has split it where it must be
-    residue, weight = state.read(RESIDUE, name, entry), store.plane(unit, WEIGHT).view(entry)
+    residue, weight = state.read(RESIDUE, name, entry.shape), store.plane(unit, WEIGHT).view(entry)
     kept = store.plane(unit, RESIDUE).sections.get(entry.dtype)
     if kept is not None and kept.dtype == residue.dtype:
         store.plane(unit, RESIDUE).view(entry).copy_(residue)
@@ -77,7 +77,7 @@ def _restore_parameter(engine: Engine, unit: Unit, entry: Entry, state: _State) 
 
 def _restore_moment(plane: Plane, kind: str, name: str, entry: Entry, state: _State) -> None:
     """As it was saved where the format is the same, else encoded or decoded, in blocks as planes have them."""
-    values, blocks = state.read(kind, name, entry), -(-entry.numel // BLOCK_ELEMENTS)
+    values, blocks = state.read(kind, name, plane.spec.shape(entry)), -(-entry.numel // BLOCK_ELEMENTS)
     signed = kind not in UNSIGNED_MOMENTS
     if state.has(exponents_of(kind), name):
         exponents = state.read_exponents(kind, name, entry)
@@ -135,9 +135,9 @@ class _State:
                 self._manifest.check_file(self.folder, file, pool)
                 self._checked.add(file)
 
-    def read(self, kind: str, parameter: str, entry: Entry) -> Tensor:
-        """One tensor @host, of ``entry.shape``."""
-        return self._read(SEPARATOR.join((kind, parameter)), entry.shape)
+    def read(self, kind: str, parameter: str, shape: tuple[int, ...]) -> Tensor:
+        """One tensor @host, of ``shape``."""
+        return self._read(SEPARATOR.join((kind, parameter)), shape)
 
     def read_exponents(self, kind: str, parameter: str, entry: Entry) -> Tensor:
         """The exponents of a tensor of codes @host, one a block."""

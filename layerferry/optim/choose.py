@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from layerferry.config import OptimConfig
 from layerferry.errors import ConfigError
+from layerferry.optim.adafactor import Adafactor
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.base import Optimizer
 from layerferry.optim.formats import StateFormat
@@ -22,6 +23,7 @@ NAMES = {
     **dict.fromkeys(("Lion", "lion_32bit", "paged_lion_32bit"), ("Lion", "fp32")),
     **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), ("Lion", "8bit")),
     "sgd": ("SGD", "fp32"),
+    "adafactor": ("Adafactor", "fp32"),
 }
 """``optim`` → rule, and bits of the moments."""
 
@@ -43,6 +45,8 @@ def optimizer_for(config: OptimConfig, *, seed: int = 0) -> Optimizer:
     rule, state_format = chosen(config)
     if rule == "Lion":
         return Lion.of(config, state_format=state_format, seed=seed)
+    if rule == "Adafactor":
+        return Adafactor.of(config, state_format=state_format, seed=seed)
     if rule == "SGD":
         return SGD.of(config, state_format=state_format, seed=seed)
     return AdamW.of(config, state_format=state_format, seed=seed)

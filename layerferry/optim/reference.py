@@ -75,7 +75,7 @@ def _step(rule: Rule, operands: Operands, rounding: Rounding) -> None:
     master = load_master(operands.weight, operands.residue)
     first, second = (_loaded(operands.first, signed=True), _loaded(operands.second, signed=False))
     update(rule, master, operands.grad.to(torch.float32), first, second)
-    _store_master(master, operands.weight, operands.residue, random)
+    store_master(master, operands.weight, operands.residue, random)
     _store_moment(first, operands.first, signed=True, random=random & 0xFFF)
     _store_moment(second, operands.second, signed=False, random=(random >> 12) & 0xFFF)
 
@@ -104,7 +104,7 @@ def load_master(weight: Tensor, residue: Tensor | None) -> Tensor:
     return weight.to(torch.float32) if residue is None else join_master(weight, residue)
 
 
-def _store_master(master: Tensor, weight: Tensor, residue: Tensor | None, random: Tensor) -> None:
+def store_master(master: Tensor, weight: Tensor, residue: Tensor | None, random: Tensor) -> None:
     """``random`` [n] int64, 32 bits each: the top ones round what is dropped."""
     if weight.dtype == torch.float32:
         weight.copy_(master)

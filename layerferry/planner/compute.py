@@ -124,7 +124,8 @@ def drain_s(num_params: int, machine: Machine) -> float:
 
 def moved_bytes_per_param(specs: Mapping[str, PlaneSpec]) -> float:
     """Bytes that an update reads and writes: every plane both ways, the gradient once."""
-    held = {kind: spec.section_bytes(BLOCK_ELEMENTS, spec.dtypes[0]) / BLOCK_ELEMENTS for kind, spec in specs.items()}
+    whole = {kind: spec for kind, spec in specs.items() if spec.side is None}  # a number a row is next to nothing
+    held = {kind: spec.section_bytes(BLOCK_ELEMENTS, spec.dtypes[0]) / BLOCK_ELEMENTS for kind, spec in whole.items()}
     return 2 * sum(held.values()) - held[GRAD]
 
 

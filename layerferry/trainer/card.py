@@ -68,10 +68,10 @@ def _hyperparameters(config: Config, total_steps: int) -> dict[str, object]:
 def _optimizer(optim: OptimConfig) -> str:
     """Rule, its numbers, and in how many bits its state was kept."""
     rule, state = chosen(optim)
-    numbers = f"betas ({optim.adam_beta1}, {optim.adam_beta2})" if rule != "SGD" else f"momentum {optim.momentum}"
-    epsilon = f", epsilon {optim.adam_epsilon}" if rule == "AdamW" else ""
+    betas = f", betas ({optim.adam_beta1}, {optim.adam_beta2})"
+    numbers = {"AdamW": f"{betas}, epsilon {optim.adam_epsilon}", "Lion": betas, "SGD": f", momentum {optim.momentum}"}
     kept = "" if state == StateFormat() else f", {state.master} master weights, {state.moments} moments"
-    return f"{rule}, {numbers}{epsilon}{kept}"
+    return f"{rule}{numbers.get(rule, '')}{kept}"
 
 
 def _results(entries: list[Entry]) -> list[str]:

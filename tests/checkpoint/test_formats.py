@@ -22,6 +22,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "adamw_8bit over bf16": {"optim": "adamw_8bit", "master_weights": "bf16"},
     "lion": {"optim": "lion_32bit"},
     "lion_8bit": {"optim": "lion_8bit"},
+    "adafactor": {"optim": "adafactor"},
+    "adafactor over 24 bits": {"optim": "adafactor", "master_weights": "24bit"},
     "sgd": {"optim": "sgd"},
     "momentum": {"optim": "sgd", "momentum": 0.9},
 }

@@ -13,6 +13,7 @@ from torch import Tensor
 from layerferry.backends.chaos import ChaosBackend
 from layerferry.backends.cpu import CpuBackend
 from layerferry.engine.oracle import loss_and_gradients
+from layerferry.optim.adafactor import Adafactor
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.base import Optimizer
 from layerferry.optim.formats import StateFormat
@@ -31,6 +32,8 @@ FORMATS: dict[str, Optimizer] = {
     "adamw, 8-bit moments, bf16 weights": AdamW(state_format=StateFormat(master="bf16", moments="8bit")),
     "lion": Lion(weight_decay=0.1),
     "lion, 8-bit": Lion(state_format=LEAN),
+    "adafactor": Adafactor(weight_decay=0.1),
+    "adafactor, bf16 weights": Adafactor(state_format=StateFormat(master="bf16")),
     "sgd": SGD(weight_decay=0.1),
     "sgd with momentum": SGD(momentum=0.9),
 }

@@ -1,0 +1,135 @@
+"""Adafactor against transformers' own, over matrices, vectors and experts; its state's bytes; chunks and order."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from layerferry.layout import GRAD, RESIDUE, WEIGHT, Layout, ParameterSpec, Plane
+from layerferry.master import join_master
+from layerferry.optim import adafactor
+from layerferry.optim.adafactor import COLUMNS, ROWS, Adafactor, tree_sum
+from layerferry.optim.base import StepHyper
+from layerferry.optim.formats import StateFormat
+from layerferry.store.store import plane_specs
+
+SHAPES = {"matrix": (37, 51), "vector": (75,), "experts": (3, 20, 33), "wide": (2, 300)}
+LAYOUT = Layout.of(
+    [ParameterSpec(name=name, shape=shape, dtype=torch.bfloat16, decays=name != "vector") for name, shape in SHAPES.items()]
+    + [ParameterSpec(name="gate", shape=(9, 16), dtype=torch.float32)]
+)
+
+
+def planes_of(optimizer: Adafactor) -> dict[str, Plane]:
+    specs = plane_specs(optimizer.state_planes)
+    planes = {kind: Plane(LAYOUT, spec, torch.zeros(LAYOUT.bytes(spec), dtype=torch.uint8)) for kind, spec in specs.items()}
+    generator = torch.Generator().manual_seed(0)
+    for view in planes[WEIGHT].views():
+        view.copy_(torch.randn(view.shape, generator=generator) * 0.05)
+    return planes
+
+
+def gradients(step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [(torch.randn(e.shape, generator=generator) * 1e-3 * (1 + step % 3)).to(e.dtype) for e in LAYOUT.entries]
+
+
+def run(optimizer: Adafactor, steps: int) -> dict[str, Plane]:
+    planes = planes_of(optimizer)
+    for step in range(1, steps + 1):
+        for view, gradient in zip(planes[GRAD].views(), gradients(step), strict=True):
+            view.copy_(gradient)
+        optimizer.step(planes, LAYOUT, StepHyper(lr=1e-2, step=step, grad_scale=0.5), threads=1)
+    return planes
+
+
+def masters(planes: dict[str, Plane]) -> list[torch.Tensor]:
+    found = []
+    for entry in LAYOUT.entries:
+        weight = planes[WEIGHT].view(entry)
+        found.append(weight.clone() if entry.dtype == torch.float32 else join_master(weight, planes[RESIDUE].view(entry)))
+    return found
+
+
+def test_the_steps_are_those_of_transformers() -> None:
+    """Six steps, each the same sums in another order: some ten roundings of fp32 in the factors, 1e-5 of an update of size lr."""
+    from transformers.optimization import Adafactor as Theirs
+
+    optimizer = Adafactor(weight_decay=0.1)
+    parameters = [torch.nn.Parameter(master) for master in masters(planes_of(optimizer))]
+    groups = [
+        {
+            "params": [p for p, e in zip(parameters, LAYOUT.entries, strict=True) if e.decays is decays],
+            "weight_decay": 0.1 * decays,
+        }
+        for decays in (True, False)
+    ]
+    theirs = Theirs(groups, lr=1e-2, scale_parameter=False, relative_step=False)
+    for step in range(1, 7):
+        for parameter, gradient in zip(parameters, gradients(step), strict=True):
+            parameter.grad = gradient.float() * 0.5
+        theirs.step()
+    planes = run(optimizer, 6)
+    for found, expected in zip(masters(planes), parameters, strict=True):
+        assert float((found - expected.detach()).abs().max()) < 6 * 1e-5 * 1e-2
+    state = theirs.state[parameters[0]]
+    entry = LAYOUT.entries[0]
+    torch.testing.assert_close(planes[ROWS].view(entry)[0], state["exp_avg_sq_row"], rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(planes[COLUMNS].view(entry)[0], state["exp_avg_sq_col"], rtol=1e-5, atol=0.0)
+
+
+def test_state_is_a_row_and_a_column_of_each_matrix() -> None:
+    def padded(count: int) -> int:
+        return -(-count // 128) * 128 * 4
+
+    optimizer = Adafactor()
+    specs = optimizer.state_planes
+    rows = [padded(math.prod(shape[:-1])) if len(shape) > 1 else padded(*shape) for shape in (*SHAPES.values(), (9, 16))]
+    columns = [padded(math.prod(s[:-2]) * s[-1]) if len(s) > 1 else 0 for s in (*SHAPES.values(), (9, 16))]
+    assert LAYOUT.bytes(specs[ROWS]) == sum(rows) and LAYOUT.bytes(specs[COLUMNS]) == sum(columns)
+    planes = run(optimizer, 1)
+    assert tuple(planes[ROWS].view(LAYOUT.entries[0]).shape) == (1, 37)
+    assert all(bool((view > 0).all()) for view in planes[ROWS].views())
+
+
+@pytest.mark.parametrize("master", ["fp32", "24bit", "bf16"])
+def test_padding_stays_zero_and_a_step_repeats_itself(master: str) -> None:
+    one, other = (run(Adafactor(state_format=StateFormat(master=master), weight_decay=0.1), 3) for _ in range(2))
+    for kind, plane in one.items():
+        assert torch.equal(plane.buffer, other[kind].buffer)
+        own = sum(int(view.contiguous().view(torch.uint8).count_nonzero()) for view in _views(plane))
+        assert own == int(plane.buffer.count_nonzero()), f"{kind}: padding is not zero"
+
+
+def _views(plane: Plane) -> list[torch.Tensor]:
+    return [plane.view(entry) for entry in LAYOUT.entries if entry.dtype in plane.sections and plane.view(entry).numel()]
+
+
+def test_chunks_change_the_order_of_sums_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = masters(run(Adafactor(), 3))
+    monkeypatch.setattr(adafactor, "CHUNK_ELEMENTS", 100)
+    for found, whole in zip(masters(run(Adafactor(), 3)), expected, strict=True):
+        assert float((found - whole).abs().max()) < 3 * 1e-5 * 1e-2
+
+
+def test_the_default_type_of_the_process_does_not_matter() -> None:
+    """It is bf16 while another thread builds a model."""
+    expected = masters(run(Adafactor(), 3))
+    start = planes_of(Adafactor())
+    for step in range(1, 4):
+        for view, gradient in zip(start[GRAD].views(), gradients(step), strict=True):
+            view.copy_(gradient)
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            Adafactor().step(start, LAYOUT, StepHyper(lr=1e-2, step=step, grad_scale=0.5), threads=1)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(found, whole) for found, whole in zip(masters(start), expected, strict=True))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 128, 1000])
+def test_tree_sum(count: int) -> None:
+    values = torch.arange(count * 3, dtype=torch.float32).view(count, 3)
+    assert torch.equal(tree_sum(values, 0), values.sum(0)) and torch.equal(tree_sum(values.T, 1), values.sum(0))
