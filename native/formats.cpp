@@ -20,6 +20,8 @@ namespace {
 
 constexpr int64_t kBlock = kAlignElements;
 constexpr int kNumbers = 9;
+constexpr int64_t kAhead = 8 * kBlock;
+constexpr int64_t kLineBytes = 64;
 
 enum Rule : int32_t { kAdamW, kLion, kSgd };
 enum Master : int32_t { kWhole, kSplit16, kSplit8, kBf16 };
@@ -49,7 +51,7 @@ namespace {
 
 #define INLINE __attribute__((always_inline)) inline
 
-// Bits by element: exp_avg takes 0 to 11, exp_avg_sq 12 to 23, the master the top 8 (24-bit) or 16 (bf16).
+// Bits by element: exp_avg takes the upper 20, exp_avg_sq the lower 20, the master 8 or 16 of those that weigh least in exp_avg_sq.
 struct alignas(64) Block {
     float master[kBlock], grad[kBlock], first[kBlock], second[kBlock];
     uint32_t random[kBlock];
@@ -63,10 +65,23 @@ INLINE uint32_t hashed(uint32_t x) {  // Wellons' lowbias32
     return x ^ (x >> 15);
 }
 
-INLINE void draw(Block &block, int64_t number, const Update &u) {
+// What tells the elements of a block apart, whatever the block.
+struct alignas(64) Lanes {
+    uint32_t words[kBlock];
+    Lanes() {
+        for (uint32_t i = 0; i < kBlock; ++i) words[i] = hashed(i * 0x9e3779b9u);
+    }
+};
+
+// A block has two words, which stir those of the lanes: one multiplication an element.
+INLINE void draw(Block &block, const Lanes &lanes, int64_t number, const Update &u) {
     const uint64_t counter = static_cast<uint64_t>(number);
     const uint32_t key = hashed(hashed(static_cast<uint32_t>(counter) + u.key_low) + static_cast<uint32_t>(counter >> 32) + u.key_high);
-    for (uint32_t i = 0; i < kBlock; ++i) block.random[i] = hashed(key + i * 0x9e3779b9u);
+    const uint32_t factor = hashed(key + 0x9e3779b9u) | 1u;
+    for (int64_t i = 0; i < kBlock; ++i) {
+        const uint32_t word = (lanes.words[i] ^ key) * factor;
+        block.random[i] = word ^ (word >> 16);
+    }
 }
 
 // ---- moments of 8 bits
@@ -76,8 +91,9 @@ constexpr int kSignedOctaves = 16, kUnsignedOctaves = 32;
 INLINE void decode_signed(const uint8_t *__restrict__ codes, uint8_t exponent, float *__restrict__ values) {
     const uint32_t base = (static_cast<uint32_t>(exponent) + 1) << 23;
     for (int64_t i = 0; i < kBlock; ++i) {
-        const uint32_t code = codes[i], magnitude = code & 0x7fu;
-        values[i] = from_bits((magnitude ? (magnitude << 20) + base : 0u) | (code & 0x80u) << 24);
+        const uint32_t code = static_cast<uint32_t>(static_cast<int32_t>(static_cast<int8_t>(codes[i])));
+        const uint32_t magnitude = (code << 20) & 0x07f00000u;
+        values[i] = from_bits((magnitude ? magnitude + base : 0u) | (code & 0x80000000u));
     }
 }
 
@@ -89,46 +105,60 @@ INLINE void decode_unsigned(const uint8_t *__restrict__ codes, uint8_t exponent,
     }
 }
 
-// The exponent byte whose highest code is not below the block's largest number.
-INLINE int32_t block_exponent(const float *__restrict__ values, int octaves) {
+INLINE int32_t largest_bits(const float *__restrict__ values) {
     int32_t largest = 0;
     for (int64_t i = 0; i < kBlock; ++i) {
-        const float value = values[i];
-        const int32_t bits = static_cast<int32_t>((value == value ? to_bits(value) : kQuietNan) & 0x7fffffffu);
+        const int32_t bits = static_cast<int32_t>(to_bits(values[i]) & 0x7fffffffu);
         largest = bits > largest ? bits : largest;
+    }
+    return largest;
+}
+
+// The exponent byte whose highest code is not below the block's largest number. A block with a NaN is worked on twice: its NaN
+// become the quiet one, and no other block pays for that.
+INLINE int32_t block_exponent(float *__restrict__ values, int octaves) {
+    int32_t largest = largest_bits(values);
+    if (largest > 0x7f800000) {
+        for (int64_t i = 0; i < kBlock; ++i) values[i] = values[i] == values[i] ? values[i] : from_bits(kQuietNan);
+        largest = largest_bits(values);
     }
     const int32_t exponent = ((largest + 0xfffff) >> 23) - octaves;
     return exponent > 0 ? exponent : 0;
 }
 
-INLINE uint8_t encode_signed(const float *__restrict__ values, const uint32_t *__restrict__ random, uint8_t *__restrict__ codes) {
+INLINE uint8_t encoded_signed(uint32_t bits, uint32_t random, int32_t below) {
+    const int32_t code = static_cast<int32_t>(((bits & 0x7fffffffu) + (random >> 12)) >> 20) - below;
+    return static_cast<uint8_t>(static_cast<uint32_t>(code > 0 ? code : 0) | ((bits >> 24) & 0x80u));
+}
+
+INLINE uint8_t encoded_unsigned(uint32_t bits, uint32_t random, int32_t below) {
+    const int32_t code = static_cast<int32_t>((bits + (random & 0xfffffu)) >> 20) - below;
+    const int32_t positive = code > 1 ? code : 1;
+    return static_cast<uint8_t>(bits ? positive : 0);
+}
+
+INLINE uint8_t encode_signed(float *__restrict__ values, const uint32_t *__restrict__ random, uint8_t *__restrict__ codes) {
     const int32_t exponent = block_exponent(values, kSignedOctaves);
     const int32_t below = (exponent + 1) << 3;
-    for (int64_t i = 0; i < kBlock; ++i) {
-        const float value = values[i];
-        const uint32_t bits = value == value ? to_bits(value) : kQuietNan;
-        const uint32_t dither = (random[i] & 0xfffu) << 8 | 0x80u;
-        const int32_t code = static_cast<int32_t>(((bits & 0x7fffffffu) + dither) >> 20) - below;
-        codes[i] = static_cast<uint8_t>(static_cast<uint32_t>(code > 0 ? code : 0) | (bits >> 31) << 7);
-    }
+    for (int64_t i = 0; i < kBlock; ++i) codes[i] = encoded_signed(to_bits(values[i]), random[i], below);
     return static_cast<uint8_t>(exponent);
 }
 
-INLINE uint8_t encode_unsigned(const float *__restrict__ values, const uint32_t *__restrict__ random, uint8_t *__restrict__ codes) {
+INLINE uint8_t encode_unsigned(float *__restrict__ values, const uint32_t *__restrict__ random, uint8_t *__restrict__ codes) {
     const int32_t exponent = block_exponent(values, kUnsignedOctaves);
     const int32_t below = (exponent + 1) << 3;
-    for (int64_t i = 0; i < kBlock; ++i) {
-        const float value = values[i];
-        const uint32_t bits = value == value ? to_bits(value) : kQuietNan;
-        const uint32_t dither = ((random[i] >> 12) & 0xfffu) << 8 | 0x80u;
-        const int32_t code = static_cast<int32_t>((bits + dither) >> 20) - below;
-        const int32_t least = bits ? 1 : 0;
-        codes[i] = static_cast<uint8_t>(code > least ? code : least);
-    }
+    for (int64_t i = 0; i < kBlock; ++i) codes[i] = encoded_unsigned(to_bits(values[i]), random[i], below);
     return static_cast<uint8_t>(exponent);
 }
 
 // ---- masters
+
+INLINE void split24(float master, uint32_t random, uint16_t &weight, int8_t &residue) {
+    const uint32_t bits = master == master ? to_bits(master) : kQuietNan;
+    const uint32_t kept = (bits + ((random >> 4) & 0xffu)) >> 8;  // 24 bits; the last 8 are the residue's own
+    weight = static_cast<uint16_t>((kept + 0x80u) >> 8);
+    residue = static_cast<int8_t>(static_cast<uint8_t>(kept));
+}
 
 INLINE void load_master(const Update &u, int64_t at, float *__restrict__ master) {
     if (u.master == kWhole) {
@@ -159,17 +189,11 @@ INLINE void store_master(const Update &u, int64_t at, const float *__restrict__ 
         for (int64_t i = 0; i < kBlock; ++i) split(master[i], weight[i], residue[i]);
     } else if (u.master == kSplit8) {
         int8_t *__restrict__ residue = static_cast<int8_t *>(u.residue) + at;
-        for (int64_t i = 0; i < kBlock; ++i) {
-            const uint32_t bits = master[i] == master[i] ? to_bits(master[i]) : kQuietNan;
-            const uint32_t kept = (bits + (random[i] >> 24)) >> 8;  // 24 bits
-            const uint32_t high = (kept + 0x80u) >> 8;
-            weight[i] = static_cast<uint16_t>(high);
-            residue[i] = static_cast<int8_t>(static_cast<uint8_t>(kept - (high << 8)));
-        }
+        for (int64_t i = 0; i < kBlock; ++i) split24(master[i], random[i], weight[i], residue[i]);
     } else {
         for (int64_t i = 0; i < kBlock; ++i) {
             const uint32_t bits = master[i] == master[i] ? to_bits(master[i]) : kQuietNan;
-            weight[i] = static_cast<uint16_t>((bits + (random[i] >> 16)) >> 16);
+            weight[i] = static_cast<uint16_t>((bits + (random[i] & 0xffffu)) >> 16);
         }
     }
 }
@@ -185,17 +209,45 @@ INLINE void load_grad(const Update &u, int64_t at, float *__restrict__ grad) {
 
 // ---- rules; numbers in the order of the Scalars classes of layerferry/optim/rules.py
 
-INLINE void adamw(Block &b, const float *n) {
+INLINE void adamw_moments(Block &b, const float *n) {
     const float grad_scale = n[0], beta1 = n[1], one_minus_beta1 = n[2], beta2 = n[3], one_minus_beta2 = n[4];
-    const float rsqrt_bias_correction2 = n[5], eps = n[6], step_size = n[7], decay = n[8];
     for (int64_t i = 0; i < kBlock; ++i) {
         const float scaled = b.grad[i] * grad_scale;
         const float m = without_denormals(beta1 * b.first[i] + one_minus_beta1 * scaled);
-        const float v = without_denormals(beta2 * b.second[i] + one_minus_beta2 * scaled * scaled);
+        const float sum = beta2 * b.second[i] + one_minus_beta2 * scaled * scaled;
         b.first[i] = m;
-        b.second[i] = v;
-        const float denominator = std::sqrt(v) * rsqrt_bias_correction2 + eps;
-        b.master[i] = b.master[i] - (step_size * (m / denominator) + decay * b.master[i]);
+        b.second[i] = sum < kSmallestNormal ? 0.0f : sum;  // it is not negative
+    }
+}
+
+INLINE float adamw_master(float master, float m, float v, const float *n) {
+    const float rsqrt_bias_correction2 = n[5], eps = n[6], step_size = n[7], decay = n[8];
+    const float denominator = std::sqrt(v) * rsqrt_bias_correction2 + eps;
+    return master - (step_size * (m / denominator) + decay * master);
+}
+
+INLINE void adamw(Block &b, const float *n) {
+    adamw_moments(b, n);
+    for (int64_t i = 0; i < kBlock; ++i) b.master[i] = adamw_master(b.master[i], b.first[i], b.second[i], n);
+}
+
+// The leanest AdamW once more, from moments to bytes in one loop: the integers of the codes fill the time in which the divider
+// and the root are busy, a tenth of the whole.
+INLINE void finish_lean_adamw(Block &b, const Update &u, int64_t at) {
+    const float *n = u.numbers;
+    const int32_t first = block_exponent(b.first, kSignedOctaves), second = block_exponent(b.second, kUnsignedOctaves);
+    const int32_t first_below = (first + 1) << 3, second_below = (second + 1) << 3;
+    u.first_exponents[at / kBlock] = static_cast<uint8_t>(first);
+    u.second_exponents[at / kBlock] = static_cast<uint8_t>(second);
+    uint8_t *__restrict__ first_codes = static_cast<uint8_t *>(u.first) + at;
+    uint8_t *__restrict__ second_codes = static_cast<uint8_t *>(u.second) + at;
+    uint16_t *__restrict__ weight = static_cast<uint16_t *>(u.weight) + at;
+    int8_t *__restrict__ residue = static_cast<int8_t *>(u.residue) + at;
+    for (int64_t i = 0; i < kBlock; ++i) {
+        const float master = adamw_master(b.master[i], b.first[i], b.second[i], n);
+        first_codes[i] = encoded_signed(to_bits(b.first[i]), b.random[i], first_below);
+        second_codes[i] = encoded_unsigned(to_bits(b.second[i]), b.random[i], second_below);
+        split24(master, b.random[i], weight[i], residue[i]);
     }
 }
 
@@ -234,7 +286,7 @@ INLINE void load_moment(const void *values, const uint8_t *exponents, int64_t at
     }
 }
 
-INLINE void store_moment(void *values, uint8_t *exponents, int64_t at, bool is_signed, const float *__restrict__ moment,
+INLINE void store_moment(void *values, uint8_t *exponents, int64_t at, bool is_signed, float *__restrict__ moment,
                          const uint32_t *__restrict__ random) {
     if (!exponents) {
         std::memcpy(static_cast<float *>(values) + at, moment, kBlock * sizeof(float));
@@ -245,15 +297,38 @@ INLINE void store_moment(void *values, uint8_t *exponents, int64_t at, bool is_s
     }
 }
 
+// Asks for a block that will be needed a little later. TRAP: not inlined, gcc drops it as being without effect.
+INLINE void ask(const void *plane, int64_t at, int64_t element_bytes) {
+    const uintptr_t start = reinterpret_cast<uintptr_t>(plane) + static_cast<uintptr_t>(at * element_bytes);
+    for (int64_t offset = 0; offset < kBlock * element_bytes; offset += kLineBytes)
+        __builtin_prefetch(reinterpret_cast<const void *>(start + static_cast<uintptr_t>(offset)), 1);
+}
+
+INLINE void ahead(const Update &u, int64_t at) {
+    ask(u.weight, at, u.master == kWhole ? 4 : 2);
+    ask(u.grad, at, u.grad_is_fp32 ? 4 : 2);
+    if (u.residue) ask(u.residue, at, u.master == kSplit8 ? 1 : 2);
+    if (u.first) ask(u.first, at, u.first_exponents ? 1 : 4);
+    if (u.second) ask(u.second, at, u.second_exponents ? 1 : 4);
+}
+
 CLONES void update_range(const Update u, int64_t from, int64_t length) {
     Block block;
+    const Lanes lanes;
     const bool random = u.first_exponents || u.second_exponents || u.master == kSplit8 || u.master == kBf16;
+    const bool lean = u.rule == kAdamW && u.master == kSplit8 && u.first_exponents && u.second_exponents;
     for (int64_t at = from; at < from + length; at += kBlock) {
-        if (random) draw(block, (u.start + at) / kBlock, u);
+        ahead(u, at + kAhead);
+        if (random) draw(block, lanes, (u.start + at) / kBlock, u);
         load_master(u, at, block.master);
         load_grad(u, at, block.grad);
         if (u.first) load_moment(u.first, u.first_exponents, at, true, block.first);
         if (u.second) load_moment(u.second, u.second_exponents, at, false, block.second);
+        if (lean) {
+            adamw_moments(block, u.numbers);
+            finish_lean_adamw(block, u, at);
+            continue;
+        }
         if (u.rule == kAdamW)
             adamw(block, u.numbers);
         else if (u.rule == kLion)

@@ -43,14 +43,14 @@ def decode(codes: Tensor, exponents: Tensor, *, signed: bool) -> Tensor:
 def encode(values: Tensor, *, signed: bool, random: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """[n] fp32 (whole blocks; not negative unless ``signed``; none denormal) → codes [n] uint8, exponents [n / 128] uint8.
 
-    ``random`` [n] int64 in [0, 2**12) rounds stochastically; None: to nearest.
+    ``random`` [n] int64 in [0, 2**20) rounds stochastically; None: to nearest.
     """
     bits = torch.where(values.isnan(), QUIET_NAN_BITS, values.contiguous().view(torch.int32))
     size = (bits & 0x7FFFFFFF).to(torch.int64)
     largest = size.view(-1, BLOCK_ELEMENTS).amax(1)
     octaves = SIGNED_OCTAVES if signed else UNSIGNED_OCTAVES
     exponents = (((largest + _LAST) >> 23) - octaves).clamp(min=0)
-    dither = _HALF if random is None else (random << 8) | 0x80
+    dither = _HALF if random is None else random
     code = ((size + dither) >> _DROPPED) - ((exponents + 1) << 3).repeat_interleave(BLOCK_ELEMENTS)
     signs, least = (bits < 0).to(torch.int64) << 7, (size > 0).to(torch.int64)
     code = code.clamp(min=0) | signs if signed else torch.maximum(code, least)

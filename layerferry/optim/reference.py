@@ -16,7 +16,7 @@ from layerferry.layout import BLOCK_ELEMENTS
 from layerferry.master import join_master, master_bits, split_kept, split_master
 from layerferry.optim.blocks import decode, encode
 from layerferry.optim.kernels import AdamWScalars, Moment, Operands
-from layerferry.optim.rounding import Rounding, random_words
+from layerferry.optim.rounding import Rounding, for_exp_avg, for_exp_avg_sq, for_master, random_words
 from layerferry.optim.rules import Rule, update
 
 CPU_BLOCK = 1 << 20
@@ -76,8 +76,8 @@ def _step(rule: Rule, operands: Operands, rounding: Rounding) -> None:
     first, second = (_loaded(operands.first, signed=True), _loaded(operands.second, signed=False))
     update(rule, master, operands.grad.to(torch.float32), first, second)
     store_master(master, operands.weight, operands.residue, random)
-    _store_moment(first, operands.first, signed=True, random=random & 0xFFF)
-    _store_moment(second, operands.second, signed=False, random=(random >> 12) & 0xFFF)
+    _store_moment(first, operands.first, signed=True, random=for_exp_avg(random))
+    _store_moment(second, operands.second, signed=False, random=for_exp_avg_sq(random))
 
 
 def cut(operands: Operands, begin: int, end: int) -> Operands:
@@ -105,7 +105,7 @@ def load_master(weight: Tensor, residue: Tensor | None) -> Tensor:
 
 
 def store_master(master: Tensor, weight: Tensor, residue: Tensor | None, random: Tensor) -> None:
-    """``random`` [n] int64, 32 bits each: the top ones round what is dropped."""
+    """``random`` [n] int64, 32 bits each."""
     if weight.dtype == torch.float32:
         weight.copy_(master)
     elif residue is not None and residue.dtype == torch.int16:
@@ -115,9 +115,9 @@ def store_master(master: Tensor, weight: Tensor, residue: Tensor | None, random:
     else:
         bits = master_bits(master).to(torch.int64) & 0xFFFFFFFF
         if residue is None:
-            weight.copy_(((bits + (random >> 16)) >> 16).to(torch.int16).view(torch.bfloat16))
+            weight.copy_(((bits + for_master(random, 16)) >> 16).to(torch.int16).view(torch.bfloat16))
         else:
-            high, low = split_kept((bits + (random >> 24)) >> 8)
+            high, low = split_kept((bits + for_master(random, 8)) >> 8)
             weight.copy_(high)
             residue.copy_(low)
 

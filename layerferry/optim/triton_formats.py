@@ -28,7 +28,9 @@ def _hashed(x):
 def _random(block, lane, key_low, key_high):
     key = _hashed(block.to(tl.uint32) + tl.cast(key_low, tl.uint32))
     key = _hashed(key + (block >> 32).to(tl.uint32) + tl.cast(key_high, tl.uint32))
-    return _hashed(key[:, None] + (lane.to(tl.uint32) * 0x9E3779B9)[None, :])
+    factor = _hashed(key + 0x9E3779B9) | 1
+    word = (_hashed(lane.to(tl.uint32) * 0x9E3779B9)[None, :] ^ key[:, None]) * factor[:, None]
+    return word ^ (word >> 16)
 
 
 @triton.jit
@@ -55,8 +57,7 @@ def _store_moment(
         size = bits & 0x7FFFFFFF
         largest = tl.max(size, axis=1)
         exponent = tl.maximum(((largest + 0xFFFFF) >> 23) - OCTAVES, 0)
-        dither = ((random & 0xFFF).to(tl.int32) << 8) | 0x80
-        code = ((size.to(tl.uint32) + dither.to(tl.uint32)) >> 20).to(tl.int32) - ((exponent + 1) << 3)[:, None]
+        code = ((size.to(tl.uint32) + random) >> 20).to(tl.int32) - ((exponent + 1) << 3)[:, None]
         signed, unsigned = tl.maximum(code, 0) | tl.where(bits < 0, 0x80, 0), tl.maximum(code, tl.where(size > 0, 1, 0))
         code = signed if SIGNED else unsigned
         tl.store(ptr + at, code.to(tl.uint8), mask=inside[:, None])
@@ -90,12 +91,12 @@ def _store_master(master, weight_ptr, residue_ptr, at, mask, random, MASTER: tl.
             tl.store(residue_ptr + at, (bits - (high << 16)).to(tl.int16), mask=mask)
             tl.store(weight_ptr + at, high.to(tl.int16), mask=mask)
         if MASTER == 2:
-            kept = (bits.to(tl.uint32, bitcast=True) + (random >> 24)) >> 8
+            kept = (bits.to(tl.uint32, bitcast=True) + ((random >> 4) & 0xFF)) >> 8
             upper = (kept + 0x80) >> 8
             tl.store(residue_ptr + at, (kept - (upper << 8)).to(tl.int8), mask=mask)
             tl.store(weight_ptr + at, upper.to(tl.int16), mask=mask)
         if MASTER == 3:
-            rounded = (bits.to(tl.uint32, bitcast=True) + (random >> 16)) >> 16
+            rounded = (bits.to(tl.uint32, bitcast=True) + (random & 0xFFFF)) >> 16
             tl.store(weight_ptr + at, rounded.to(tl.int16), mask=mask)
 
 
@@ -119,8 +120,8 @@ def update(
         m = _load_moment(first_ptr, first_exponents_ptr, at, block, inside, FIRST_CODED, True)
         v = _load_moment(second_ptr, second_exponents_ptr, at, block, inside, SECOND_CODED, False)
         master, m, v = _updated(master, scaled, m, v, 1.0, n1, n2, n3, n4, n5, n6, n7, n8, SMALLEST)
-        _store_moment(m, first_ptr, first_exponents_ptr, at, block, inside, random, 16, FIRST_CODED, True)
-        _store_moment(v, second_ptr, second_exponents_ptr, at, block, inside, random >> 12, 32, SECOND_CODED, False)
+        _store_moment(m, first_ptr, first_exponents_ptr, at, block, inside, random >> 12, 16, FIRST_CODED, True)
+        _store_moment(v, second_ptr, second_exponents_ptr, at, block, inside, random & 0xFFFFF, 32, SECOND_CODED, False)
     if RULE == 1:
         m = _load_moment(first_ptr, first_exponents_ptr, at, block, inside, FIRST_CODED, True)
         blend = m * n1 + scaled * n2
@@ -128,13 +129,13 @@ def update(
         m = m * n3 + scaled * n4
         m = tl.where(tl.abs(m) < SMALLEST, 0.0, m)
         master = master - (step + master * n6)
-        _store_moment(m, first_ptr, first_exponents_ptr, at, block, inside, random, 16, FIRST_CODED, True)
+        _store_moment(m, first_ptr, first_exponents_ptr, at, block, inside, random >> 12, 16, FIRST_CODED, True)
     if RULE == 2:
         scaled = scaled + master * n3
         if HAS_FIRST:
             m = _load_moment(first_ptr, first_exponents_ptr, at, block, inside, FIRST_CODED, True)
             scaled = m * n1 + scaled
             scaled = tl.where(tl.abs(scaled) < SMALLEST, 0.0, scaled)
-            _store_moment(scaled, first_ptr, first_exponents_ptr, at, block, inside, random, 16, FIRST_CODED, True)
+            _store_moment(scaled, first_ptr, first_exponents_ptr, at, block, inside, random >> 12, 16, FIRST_CODED, True)
         master = master - scaled * n2
     _store_master(master, weight_ptr, residue_ptr, at, mask, random, MASTER)

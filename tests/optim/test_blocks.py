@@ -39,7 +39,7 @@ def test_every_code_comes_back(signed: bool, octaves: int) -> None:
         exponents = torch.full((2,), exponent, dtype=torch.uint8)
         values = decode(codes.view(-1), exponents, signed=signed)
         assert torch.equal(decode(*encode(values, signed=signed), signed=signed), values)
-        for random in (torch.zeros(256, dtype=torch.int64), torch.full((256,), 0xFFF)):  # what is exact needs no luck
+        for random in (torch.zeros(256, dtype=torch.int64), torch.full((256,), 0xFFFFF)):  # what is exact needs no luck
             assert torch.equal(decode(*encode(values, signed=signed, random=random), signed=signed), values), (
                 "exact needs no luck"
             )
@@ -48,15 +48,15 @@ def test_every_code_comes_back(signed: bool, octaves: int) -> None:
 @pytest.mark.parametrize(("signed", "octaves"), KINDS)
 def test_stochastic_rounding_is_right_on_average(signed: bool, octaves: int) -> None:
     """4,096 draws: the mean of n draws of a step s has a standard error of s / 2 / sqrt(n) at most, with s = value / 8; five of
-    them, and the 2**-13 of a step that 12 bits leave."""
+    them, and the 2**-21 of a step that 20 bits leave."""
     values = numbers(signed, octaves - 2, blocks=1)
     total, draws = torch.zeros_like(values, dtype=torch.float64), 4096
     for step in range(draws):
-        random = random_words(Rounding.of(seed=0, step=step, stream=0), 0, BLOCK_ELEMENTS, values.device) & 0xFFF
+        random = random_words(Rounding.of(seed=0, step=step, stream=0), 0, BLOCK_ELEMENTS, values.device) & 0xFFFFF
         found = decode(*encode(values, signed=signed, random=random), signed=signed)
         assert bool(((found - values).abs() <= values.abs() / 8).all())
         total += found
-    bound = values.abs().double() / 8 * (5 / 2 / draws**0.5 + 2.0**-13)
+    bound = values.abs().double() / 8 * (5 / 2 / draws**0.5 + 2.0**-21)
     assert bool(((total / draws - values).abs() <= bound).all())
 
 

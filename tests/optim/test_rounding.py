@@ -30,7 +30,7 @@ def test_the_hash_is_lowbias32() -> None:
 def test_the_numbers_stay_what_they_are() -> None:
     """A checkpoint of an earlier version goes on with the same ones."""
     assert key() == Rounding(key_low=1498451836, key_high=3456434985)
-    assert random_words(key(), 128, 128, CPU)[:3].tolist() == [3331734644, 885696966, 1206055274]
+    assert random_words(key(), 128, 128, CPU)[:3].tolist() == [1346208656, 1052839278, 1874672444]
 
 
 def test_a_place_has_its_number_wherever_a_span_begins() -> None:

@@ -20,7 +20,7 @@ from layerferry.store.store import plane_specs
 
 NUMEL, STEPS = 128 * 32, 300
 LAYOUT = Layout.of([ParameterSpec(name="weight", shape=(NUMEL,), dtype=torch.bfloat16)])
-NEAREST = 0x80800800
+NEAREST = 0x80088800
 """Half of what is dropped, in the bits of each: exp_avg, exp_avg_sq, the master."""
 
 
