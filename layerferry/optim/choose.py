@@ -20,7 +20,7 @@ NAMES = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), ("AdamW", "fp32")),
     **dict.fromkeys(("adamw_torch_xla", "adamw_torch_npu_fused", "paged_adamw_32bit"), ("AdamW", "fp32")),
     **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), ("AdamW", "8bit")),
-    **dict.fromkeys(("Lion", "lion_32bit", "paged_lion_32bit"), ("Lion", "fp32")),
+    **dict.fromkeys(("lion", "lion_32bit", "paged_lion_32bit"), ("Lion", "fp32")),
     **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), ("Lion", "8bit")),
     "sgd": ("SGD", "fp32"),
     "adafactor": ("Adafactor", "fp32"),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from layerferry.layout import BLOCK_ELEMENTS
-from layerferry.optim.kernels import MASTERS, NUMBERS, AdamWScalars, Operands, kept_bits
+from layerferry.optim.kernels import MASTERS, NUMBERS, AdamWScalars, Operands, kept_bits, tuned_update
 from layerferry.optim.reference import ReferenceKernels
 from layerferry.optim.rounding import Rounding
 from layerferry.optim.rules import RULES, SMALLEST_NORMAL, Rule
@@ -49,6 +49,8 @@ class TritonKernels(ReferenceKernels):
         _launch("fp32", (weight, grad, exp_avg, exp_avg_sq), scalars)
 
     def update(self, rule: Rule, operands: Operands, *, rounding: Rounding, threads: int) -> None:
+        if tuned_update(self, rule, operands, threads=threads):
+            return
         first, second = operands.first, operands.second
         numbers = astuple(rule)
         num_blocks = operands.weight.numel() // BLOCK_ELEMENTS

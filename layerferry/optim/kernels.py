@@ -134,3 +134,18 @@ class Kernels(Protocol):
 
     def update(self, rule: Rule, operands: Operands, *, rounding: Rounding, threads: int) -> None:
         """One step of ``rule`` on a span in any format; ``rounding`` is used where the format drops bits."""
+
+
+def tuned_update(kernels: Kernels, rule: Rule, operands: Operands, *, threads: int) -> bool:
+    """AdamW with fp32 moments and an fp32 master by the kernel that is made for it; False for anything else."""
+    first, second = operands.first, operands.second
+    if not isinstance(rule, AdamWScalars) or first is None or second is None or first.coded or second.coded:
+        return False
+    weight, residue, grad, m, v = operands.weight, operands.residue, operands.grad, first.values, second.values
+    kept = kept_bits(operands)
+    if kept == torch.int16:
+        assert residue is not None
+        kernels.adamw_split(weight, residue, grad, m, v, scalars=rule, threads=threads)
+    elif kept == torch.float32:
+        kernels.adamw_fp32(weight, grad, m, v, scalars=rule, threads=threads)
+    return kept in (torch.int16, torch.float32)

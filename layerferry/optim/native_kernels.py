@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from layerferry.layout import BLOCK_ELEMENTS
-from layerferry.optim.kernels import MASTERS, NUMBERS, AdamWScalars, Moment, Operands, kept_bits
+from layerferry.optim.kernels import MASTERS, NUMBERS, AdamWScalars, Moment, Operands, kept_bits, tuned_update
 from layerferry.optim.rounding import Rounding
 from layerferry.optim.rules import RULES, Rule
 
@@ -63,15 +63,8 @@ class NativeKernels:
         self._join(*_arguments((weight, residue, master), (torch.bfloat16, torch.int16, torch.float32)), threads)
 
     def update(self, rule: Rule, operands: Operands, *, rounding: Rounding, threads: int) -> None:
-        first, second = operands.first, operands.second
-        if isinstance(rule, AdamWScalars) and not (_coded(first) or _coded(second)):
-            assert first is not None and second is not None
-            weight, residue, grad, m, v = operands.weight, operands.residue, operands.grad, first.values, second.values
-            if residue is not None and residue.dtype == torch.int16:
-                return self.adamw_split(weight, residue, grad, m, v, scalars=rule, threads=threads)
-            if weight.dtype == torch.float32:
-                return self.adamw_fp32(weight, grad, m, v, scalars=rule, threads=threads)
-        return self.general_update(rule, operands, rounding=rounding, threads=threads)
+        if not tuned_update(self, rule, operands, threads=threads):
+            self.general_update(rule, operands, rounding=rounding, threads=threads)
 
     def general_update(self, rule: Rule, operands: Operands, *, rounding: Rounding, threads: int) -> None:
         """``update`` through ``native/formats.cpp`` whatever the format."""
@@ -128,10 +121,6 @@ def _moment(name: str, moment: Moment | None, count: int) -> dict[str, int | Non
         name: _address(moment.values, torch.uint8, count),
         f"{name}_exponents": _address(moment.exponents, torch.uint8, count // BLOCK_ELEMENTS),
     }
-
-
-def _coded(moment: Moment | None) -> bool:
-    return moment is not None and moment.coded
 
 
 def _address(tensor: Tensor, dtype: torch.dtype, count: int) -> int:
