@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 
 from layerferry.config import Config, DataConfig, ModelConfig
 from layerferry.errors import PlanError
+from layerferry.optim.adamw import AdamW
+from layerferry.optim.formats import StateFormat
+from layerferry.optim.lion import Lion
 from layerferry.plan import Plan
 from layerferry.planner.choose import MOST_MEASUREMENTS, choose, decide
 from layerferry.planner.facts import Kept
@@ -19,6 +22,7 @@ from layerferry.planner.flops import Flops
 from layerferry.planner.memory import DEVICE, HOST, Shape, Working, estimate
 from layerferry.planner.problem import Problem, fits, needs, problem
 from layerferry.planner.search import INEXACT, is_exact
+from layerferry.store.store import plane_specs
 from tests.planner.subjects import GIB, config, machine, qwen, skeleton, specs
 
 FREE_GIB = 0.98 * 139
@@ -183,6 +187,28 @@ def test_a_host_that_is_too_small_is_refused_with_the_model_that_fits() -> None:
     assert shortfall is not None and "GiB short" in shortfall
     assert "a model of" in shortfall and "this one has 7.62B" in shortfall
     assert "host_memory: states another limit than MemAvailable" in shortfall
+
+
+def test_a_host_that_is_too_small_names_the_format_that_fits() -> None:
+    shortfall = decide(problem(qwen("qwen2.5-7b"), specs(), machine(device_gib=20, host_gib=70), config(), 1024)).shortfall
+    assert shortfall is not None and re.search(r"optim: adamw_8bit fits \([\d.]+ GiB @host", shortfall)
+    lean = plane_specs(AdamW(state_format=StateFormat(master="24bit", moments="8bit")).state_planes)
+    assert decide(problem(qwen("qwen2.5-7b"), lean, machine(device_gib=20, host_gib=70), config(), 1024)).shortfall is None
+    tiny = decide(problem(qwen("qwen2.5-7b"), lean, machine(device_gib=20, host_gib=30), config(), 1024)).shortfall
+    assert tiny is not None and "adamw_8bit" not in tiny, "what is not enough is not offered"
+
+
+def test_a_formats_update_has_its_own_rate() -> None:
+    """Measured for two formats; the others by the bytes that they move: Lion 18 of AdamW's 26, 24 bits over fp32 moments 24."""
+    there = machine()
+    for optimizer, expected in [
+        (AdamW(), there.optimizer_s_per_param.value),
+        (AdamW(state_format=StateFormat(master="24bit", moments="8bit")), there.coded_optimizer_s_per_param.value),
+        (Lion(), there.optimizer_s_per_param.value * 18 / 26),
+        (AdamW(state_format=StateFormat(master="24bit")), there.optimizer_s_per_param.value * 24 / 26),
+    ]:
+        asked = problem(qwen("qwen2.5-7b"), plane_specs(optimizer.state_planes), there, config(), 1024)
+        assert asked.machine.optimizer_s_per_param.value == pytest.approx(expected)
 
 
 def test_longer_rows_than_fit_name_the_length_that_does() -> None:

@@ -16,7 +16,11 @@ from layerferry.backends.cpu import CpuBackend
 from layerferry.engine.engine import Engine
 from layerferry.engine.sizes import micro_batches_of_wave
 from layerferry.layout import FP32_PLANE, GRAD
+from layerferry.optim.adafactor import Adafactor
 from layerferry.optim.adamw import AdamW
+from layerferry.optim.base import Optimizer
+from layerferry.optim.formats import StateFormat
+from layerferry.optim.lion import Lion
 from layerferry.optim.reference import ReferenceKernels
 from layerferry.plan import Plan
 from layerferry.planner.facts import Model
@@ -29,9 +33,10 @@ from layerferry.planner.memory import (
     estimate,
     items,
     plan_specs,
+    planes,
     tokens_of,
 )
-from layerferry.store.store import Store
+from layerferry.store.store import Store, plane_specs
 from tests.planner.subjects import QWEN_7B, skeleton, specs
 
 SHAPE = Shape(row_tokens=32, rows_per_step=4)
@@ -77,6 +82,23 @@ def test_store_and_engine_allocate_what_was_planned(
     assert all(item.exact for item in buffers)
 
 
+@pytest.mark.parametrize("fp32", [True, False])
+@pytest.mark.parametrize("home", [(), (0, 2)])
+@pytest.mark.parametrize(
+    "optimizer",
+    [AdamW(state_format=StateFormat(master="24bit", moments="8bit")), Lion(state_format=StateFormat(master="bf16")), Adafactor()],
+    ids=["8 bits", "bf16", "adafactor"],
+)
+def test_every_format_is_allocated_as_it_was_planned(optimizer: Optimizer, home: tuple[int, ...], fp32: bool) -> None:
+    """Codes with their exponents, residues of a byte or none, rows and columns: to the byte, at both places."""
+    built, backend = skeleton("qwen3_moe", fp32=fp32), CountingBackend()
+    wanted = plane_specs(optimizer.state_planes)
+    planned = {item.place: item.num_bytes for item in planes(Model.of(built), wanted, frozenset(home)) if item.place == DEVICE}
+    at_host = sum(item.num_bytes for item in planes(Model.of(built), wanted, frozenset(home)) if item.place == HOST)
+    Store(built.units, wanted, backend, on_device=home)
+    assert (at_host, planned.get(DEVICE, 0)) == (backend.host_bytes, backend.device_bytes)
+
+
 def test_carrying_in_fp32_costs_two_bytes_a_parameter_and_is_planned() -> None:
     built = skeleton("llama")
     plan = Plan(carry_fp32=True, num_waves=2, micro_batch_rows=1, rows_per_step=4)
@@ -97,9 +119,9 @@ _GROWTH = """
 import resource, torch
 from layerferry.backends.cpu import CpuBackend
 from layerferry.planner.facts import Model
-from layerferry.planner.memory import HOST, Shape, items
+from layerferry.planner.memory import planes, HOST, Shape, items
 from layerferry.plan import Plan
-from layerferry.store.store import Store
+from layerferry.store.store import Store, plane_specs
 from tests.planner.subjects import skeleton, specs
 
 def resident():
