@@ -22,7 +22,7 @@ from layerferry.engine.engine import Engine
 from layerferry.engine.pretrained import ModelFolder
 from layerferry.engine.randomness import seed_of
 from layerferry.errors import CheckpointError, ConfigError
-from layerferry.layout import FP32_PLANE, GRAD_PLANE
+from layerferry.layout import FP32_PLANE, GRAD_PLANE, WEIGHT
 from layerferry.models import experts, varlen
 from layerferry.models.build import ATTENTION, build_on_meta, config_of, refuse_missing_folder, take_block_size
 from layerferry.models.frozen import freeze, freeze_alike
@@ -36,7 +36,7 @@ from layerferry.optim.choose import optimizer_for
 from layerferry.optim.decay import decays
 from layerferry.plan import Plan
 from layerferry.store.dequantise import DequantisedFolder
-from layerferry.store.fill import fill
+from layerferry.store.fill import DEFAULT_READ_AHEAD_BYTES, fill
 from layerferry.store.safetensors_file import CheckpointFolder
 from layerferry.store.store import Store, plane_specs
 
@@ -167,7 +167,8 @@ def _fill(store: Store, skeleton: Skeleton, source: Any, *, seed: int) -> None:
         else:
             store.set_parameter(*homes[name], value)
 
-    fill(put, source, [*homes, *skeleton.buffer_names])
+    unit_bytes = max(store.plane(unit, WEIGHT).buffer.numel() for unit in store.units)
+    fill(put, source, [*homes, *skeleton.buffer_names], read_ahead_bytes=min(unit_bytes, DEFAULT_READ_AHEAD_BYTES))
 
 
 class _LiveSource:

@@ -18,9 +18,10 @@ from layerferry.backends.base import Backend
 class Room:
     """Buffers @host, taken by one thread and given back by any."""
 
-    def __init__(self, backend: Backend, budget_bytes: int, *, travels: bool) -> None:
-        """``travels``: some of them are filled from the device."""
+    def __init__(self, backend: Backend, budget_bytes: int, *, largest_bytes: int, travels: bool) -> None:
+        """``largest_bytes``: the most that will be taken at once. ``travels``: some of them are filled from the device."""
         self._backend, self._budget_bytes, self._travels = backend, budget_bytes, travels
+        self._largest_bytes = largest_bytes if budget_bytes < largest_bytes else 0  # one at a time: one for all
         self._changed = threading.Condition()
         self._free: list[Tensor] = []
         self._num_out = 0
@@ -32,7 +33,9 @@ class Room:
         return num_bytes <= self._budget_bytes
 
     def take(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes] @host, pinned where it ``travels``; waits for room, and is alone where it exceeds the budget."""
+        """uint8 [at least num_bytes] @host, pinned where it ``travels``; waits for room, and is alone where it exceeds the
+        budget."""
+        num_bytes = max(num_bytes, self._largest_bytes)
         with self._changed:
             self._changed.wait_for(lambda: self._fits(num_bytes))
             fitting = [buffer for buffer in self._free if buffer.numel() == num_bytes]

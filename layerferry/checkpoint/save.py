@@ -136,7 +136,9 @@ class Saver:
             self._pending.set_result(_failed(folder, time.monotonic(), error))
             return
         holds = {unit.index: self._engine.deferred.hold(unit) for unit in self._engine.update_order}
-        room = Room(self._engine.backend, self._spare_bytes(), travels=bool(self._engine.store.on_device))
+        travels = bool(self._engine.store.on_device)
+        largest_bytes = max(map(self._copy_bytes, self._contents.pieces))
+        room = Room(self._engine.backend, self._spare_bytes(), largest_bytes=largest_bytes, travels=travels)
         self._pending = self._thread.submit(self._save, folder, step, dict(small_files), holds, room)
 
     def take_outcome(self, *, wait: bool) -> Saved | None:
@@ -244,11 +246,14 @@ class Saver:
 
     def _buffer_for(self, piece: Piece, room: Room) -> Tensor | None:
         """Memory for a copy of the piece; None: it is written from where it lies."""
+        needed = self._copy_bytes(piece)
+        must = any(unit.index in self._engine.store.on_device for unit in piece.units)
+        return room.take(needed) if must or room.has(needed) else None
+
+    def _copy_bytes(self, piece: Piece) -> int:
         store = self._engine.store
         planes = [plane for unit in piece.units for plane in _saved_planes(store.planes(unit)).values()]
-        needed = sum(_aligned(plane.buffer.numel()) for plane in planes)
-        must = any(unit.index in store.on_device for unit in piece.units)
-        return room.take(needed) if must or room.has(needed) else None
+        return sum(_aligned(plane.buffer.numel()) for plane in planes)
 
     def _copied(self, unit: Unit, planes: Mapping[str, Plane], fence: Fence, buffer: Tensor) -> tuple[dict[str, Plane], Tensor]:
         """Copies of ``planes`` at the front of ``buffer``, and what is left of it."""

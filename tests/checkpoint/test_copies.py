@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 
-from layerferry.backends.cpu import CpuBackend
 from layerferry.checkpoint.copies import Room
 from tests.checkpoint.test_save import Counting
 
 
 def test_the_budget_is_kept_and_buffers_are_used_again() -> None:
     backend = Counting()
-    room = Room(backend, 1000, travels=False)
+    room = Room(backend, 1000, largest_bytes=600, travels=False)
     assert room.has(1000) and not room.has(1001)
     first, second = room.take(400), room.take(600)
     taken: list[int] = []
@@ -28,13 +27,15 @@ def test_the_budget_is_kept_and_buffers_are_used_again() -> None:
 
 
 def test_one_piece_is_always_taken_alone() -> None:
-    room = Room(CpuBackend(), 0, travels=True)
+    backend = Counting()
+    room = Room(backend, 0, largest_bytes=300, travels=True)
     assert not room.has(1)
-    first = room.take(300)
+    first = room.take(200)
+    assert first.numel() == 300  # one buffer for all, whatever their sizes
     waiting = threading.Thread(target=lambda: room.take(10))
     waiting.start()
     waiting.join(0.05)
     assert waiting.is_alive()
     room.give(first)
     waiting.join(20)
-    assert not waiting.is_alive()
+    assert not waiting.is_alive() and backend.asked == 300
