@@ -29,7 +29,7 @@ from layerferry.engine.feed import Feed
 from layerferry.engine.isolation import IsolationCheck
 from layerferry.engine.kept import KeptInputs
 from layerferry.engine.pools import slab_pools, slot_pools
-from layerferry.engine.pretrained import ModelFolder
+from layerferry.engine.pretrained import ModelFolder, save_tokenizer
 from layerferry.engine.randomness import seed_of
 from layerferry.engine.router_loss import RouterLoss
 from layerferry.engine.sizes import PADDING, device_sizes, input_sizes, pieces_of
@@ -235,7 +235,7 @@ class Engine:
         path = Path(folder)
         self.folder.write(path, self.skeleton, self.store)
         if tokenizer is not None:
-            tokenizer.save_pretrained(path)
+            save_tokenizer(tokenizer, path)
 
     def close(self) -> None:
         """Stop the worker; the engine cannot be used afterwards."""

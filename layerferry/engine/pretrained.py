@@ -63,6 +63,16 @@ class ModelFolder:
                 shutil.copyfile(self._source / name, folder / name)
 
 
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """The tokenizer and its chat template; ``OSError`` where the disk does not take them."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as error:  # the library's own: it tells of a full disk by a bare Exception
+        raise OSError(f"the tokenizer cannot be written: {error}") from error
+
+
 def reader(skeleton: Skeleton, store: Store) -> Callable[[str], Tensor]:
     """Parameters and persistent buffers by model name, views @host where they are planes."""
     homes = {unit.names[entry.name]: (unit, entry) for unit in store.units for entry in unit.layout.entries}

@@ -11,10 +11,11 @@ import tempfile
 from pathlib import Path
 from typing import Any, Protocol
 
-from layerferry.checkpoint.folders import name_of
+from layerferry.checkpoint.folders import checkpoints, name_of
 from layerferry.checkpoint.save import Saved, Saver
 from layerferry.engine.engine import Engine
-from layerferry.errors import LayerFerryError
+from layerferry.engine.pretrained import save_tokenizer
+from layerferry.errors import CheckpointError, LayerFerryError
 from layerferry.plan import size_text
 from layerferry.trainer.folder import whole_files
 from layerferry.trainer.history import STATE_NAME, History
@@ -37,8 +38,11 @@ def save_model(folder: Path, engine: ModelSaver, tokenizer: Any) -> None:
     try:
         with whole_files(folder) as filled:
             engine.save_pretrained(filled, tokenizer=tokenizer)
-    except OSError as error:
-        raise LayerFerryError(f"the trained model could not be saved into {folder}: {error.strerror or error}") from error
+    except (OSError, CheckpointError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        newest = checkpoints(folder)[:1] if folder.is_dir() else []
+        go_on = f"; the same command goes on from {newest[0].name}" if newest else ""
+        raise LayerFerryError(f"the trained model could not be saved into {folder}: {reason}{go_on}") from error
 
 
 class Checkpoints:
@@ -74,7 +78,7 @@ class Checkpoints:
                 logger.warning("%s: %s", outcome.folder, outcome.note)
         else:
             logger.error(
-                "%s could not be saved: %s; earlier checkpoints are whole, training goes on", outcome.folder, outcome.fault
+                "%s could not be saved: %s; earlier checkpoints are untouched, training goes on", outcome.folder, outcome.fault
             )
         return outcome
 
@@ -99,7 +103,11 @@ def side_files(engine: Engine, tokenizer: Any) -> dict[str, bytes]:
     """Config, generation config and tokenizer as ``save_pretrained`` writes them: name to content."""
     with tempfile.TemporaryDirectory(prefix="layerferry-") as made:
         folder = Path(made)
-        engine.folder.write_config(folder, engine.store)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+        try:
+            engine.folder.write_config(folder, engine.store)
+            if tokenizer is not None:
+                save_tokenizer(tokenizer, folder)
+        except OSError as error:
+            reason = error.strerror or error
+            raise LayerFerryError(f"{folder}: {reason}: free the disk of temporary files, or set TMPDIR to another") from error
         return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from layerferry.engine.pretrained import save_tokenizer
 from layerferry.errors import LayerFerryError
-from layerferry.trainer.checkpoints import Checkpoints, save_model
+from layerferry.trainer.checkpoints import Checkpoints, save_model, side_files
 from layerferry.trainer.state import RunState
 from tests.trainer.fakes import FakeEngine, FakeSaver, make_config, make_loop
 
@@ -59,12 +61,28 @@ def test_a_fault_is_told_and_training_goes_on(tmp_path: Path, caplog: pytest.Log
     checkpoints.save(1, loop.state(), loop.history)
     with caplog.at_level(logging.ERROR, "layerferry"):
         checkpoints.save(2, loop.state(), loop.history)
-    assert "checkpoint-1 could not be saved: the disk is full: free space; earlier checkpoints are whole" in caplog.text
+    assert "checkpoint-1 could not be saved: the disk is full: free space; earlier checkpoints are untouched" in caplog.text
     checkpoints.report(wait=True)
     assert checkpoints.is_whole(2) and not checkpoints.is_whole(1)
 
 
 def test_the_last_save_fails_loudly_and_whole(tmp_path: Path) -> None:
-    with pytest.raises(LayerFerryError, match="No space left on device"):
+    with pytest.raises(LayerFerryError, match="No space left on device$"):
         save_model(tmp_path, FakeEngine([], saves_fail=True), None)
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "checkpoint-7").mkdir()
+    with pytest.raises(LayerFerryError, match="No space left on device; the same command goes on from checkpoint-7"):
+        save_model(tmp_path, FakeEngine([], saves_fail=True), None)
+
+
+def test_a_tokenizer_that_the_disk_does_not_take(tmp_path: Path) -> None:
+    class Tokenizer:
+        def save_pretrained(self, folder: Path) -> None:
+            raise Exception("File too large (os error 27)")  # as the tokenizers library does
+
+    with pytest.raises(OSError, match="the tokenizer cannot be written: File too large"):
+        save_tokenizer(Tokenizer(), tmp_path)
+
+    engine = SimpleNamespace(folder=SimpleNamespace(write_config=lambda folder, store: None), store=None)
+    with pytest.raises(LayerFerryError, match="File too large .*: free the disk of temporary files, or set TMPDIR"):
+        side_files(engine, Tokenizer())  # type: ignore[arg-type]
