@@ -9,6 +9,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from layerferry.data import files
 from layerferry.errors import DataError
@@ -110,3 +112,57 @@ def test_csv_cells_may_be_long(tmp_path: Path) -> None:
     file = tmp_path / "x.csv"
     file.write_text("a,b\none,two\n" + "long " * 50_000 + ",three\n", encoding="utf-8")
     assert [len(row["a"]) for _, row in files.read(file)] == [3, 250_000]
+
+
+MADE = st.one_of(
+    st.binary(max_size=400),
+    st.text(alphabet='{}[]",:0123456789.eE+-ntrfu\\ \n\r\ufeff\u2028a', max_size=300).map(lambda text: text.encode()),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    ).map(lambda value: json.dumps(value).encode()),
+)
+
+
+@pytest.mark.parametrize("suffix", sorted(files.READERS))
+@settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(content=MADE)
+def test_whatever_bytes_it_has_only_our_error_comes(tmp_path: Path, suffix: str, content: bytes) -> None:
+    path = tmp_path / f"rows{suffix}"
+    path.write_bytes(content)
+    try:
+        for where, _ in files.read(path):
+            assert where.startswith(str(path))
+    except DataError as error:
+        assert str(path) in str(error)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_flipped_bytes_of_tables(tmp_path: Path, suffix: str) -> None:
+    """Rows or our error, whatever byte is another."""
+    table = pa.table({"text": [f"row {number}" for number in range(20)], "n": list(range(20))})
+    whole = tmp_path / f"whole{suffix}"
+    if suffix == ".parquet":
+        pyarrow.parquet.write_table(table, whole)
+    else:
+        with pa.ipc.new_file(whole, table.schema) as writer:
+            writer.write_table(table)
+    content, found = whole.read_bytes(), 0
+    path = tmp_path / f"rows{suffix}"
+    for position in range(0, len(content), max(1, len(content) // 150)):
+        damaged = bytearray(content)
+        damaged[position] ^= 0x55
+        path.write_bytes(damaged)
+        try:
+            list(files.read(path))
+        except DataError:
+            found += 1
+    assert found > 10
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_deep_nesting_is_our_error(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"rows{suffix}"
+    path.write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(DataError, match="nested too deeply"):
+        list(files.read(path))

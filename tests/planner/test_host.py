@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from layerferry.planner.host import cores, host_limits, host_total
+from layerferry.planner.host import cores, host_limits, host_total, locked_limit
 
 GIB = 2**30
 
@@ -85,3 +85,10 @@ def test_cores_are_the_least_of_affinity_and_quotas(proc: Path, tmp_path: Path, 
     assert cores(proc, groups) == 8
     write(groups / "cpu" / "job", cpu__cfs_quota_us=-1)
     assert cores(proc, groups) == 12
+
+
+def test_the_limit_of_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shown, not planned with: what a driver pins is not always charged to it."""
+    for soft, expected in ((resource.RLIM_INFINITY, None), (65_536, 65_536)):
+        monkeypatch.setattr(resource, "getrlimit", lambda which, soft=soft: (soft, soft))
+        assert locked_limit() == expected
