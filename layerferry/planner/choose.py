@@ -17,15 +17,15 @@ from layerferry.errors import PlanError
 from layerferry.layout import PlaneSpec
 from layerferry.models.skeleton import Skeleton
 from layerferry.optim.base import Optimizer
-from layerferry.plan import Plan, Seconds
+from layerferry.plan import Plan, Seconds, size_text
 from layerferry.planner import calibrate
 from layerferry.planner.facts import Model
 from layerferry.planner.machine import Machine, machine_for
-from layerferry.planner.memory import Shape, Working
+from layerferry.planner.memory import Shape, Working, plan_specs, unit_bytes
 from layerferry.planner.problem import ESTIMATE_MARGIN, Pins, Problem, key_of, problem
 from layerferry.planner.remedies import shortfall
 from layerferry.planner.search import is_exact, search
-from layerferry.store.store import plane_specs
+from layerferry.store.store import TRAVELLING, plane_specs
 
 MOST_MEASUREMENTS = 2
 """Each compiles the layers, 20 to 40 s on a GPU where the cache does not know the plan."""
@@ -112,9 +112,22 @@ def with_notes(question: Problem, plan: Plan) -> Plan:
         notes.append(f"{plan.num_waves} waves carry gradients in bf16: one rounding a wave")
     if not plan.calibrated and not question.machine.is_cpu:
         notes.append(f"activations are estimated, not measured: {ESTIMATE_MARGIN:.0%} of them is kept free")
+    limit, pinned = question.machine.locked_limit, pinned_bytes(question, plan)
+    if limit is not None and not question.machine.is_cpu and pinned > limit:
+        notes.append(
+            f"{size_text(pinned)} are to be pinned and RLIMIT_MEMLOCK allows {size_text(limit)}: where that is enforced copies run "
+            "unpinned and slower; raise `ulimit -l`"
+        )
     if question.machine.guessed:
         notes.append("rates are guesses: `layerferry probe` measures them")
     return replace(plan, notes=tuple(notes))
+
+
+def pinned_bytes(question: Problem, plan: Plan) -> int:
+    """Bytes of weights and gradients @host, which are pinned because they travel."""
+    specs, home = plan_specs(question.specs, plan), frozenset(plan.on_device)
+    planes = [unit_bytes(question.model, specs[kind]) for kind in TRAVELLING]
+    return sum(num_bytes for plane in planes for index, num_bytes in enumerate(plane) if index not in home)
 
 
 def _limit(plan: Plan, seconds: Seconds) -> str:

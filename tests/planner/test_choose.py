@@ -16,7 +16,7 @@ from layerferry.optim.adamw import AdamW
 from layerferry.optim.formats import StateFormat
 from layerferry.optim.lion import Lion
 from layerferry.plan import Plan
-from layerferry.planner.choose import MOST_MEASUREMENTS, choose, decide
+from layerferry.planner.choose import MOST_MEASUREMENTS, choose, decide, pinned_bytes
 from layerferry.planner.facts import Kept
 from layerferry.planner.flops import Flops
 from layerferry.planner.memory import DEVICE, HOST, Shape, Working, estimate
@@ -73,6 +73,16 @@ def test_what_an_h200_should_reach(name: str, rows: int, device_gib: float, most
 def test_the_limit_of_the_step_is_said() -> None:
     notes = " ".join(decide(ask(device_gib=24)).plan.notes)
     assert "% compute" in notes and "waits for updates" in notes
+
+
+def test_a_limit_of_locked_memory_is_spoken_of_where_more_is_to_be_pinned() -> None:
+    """bf16 weights and gradients of everything that travels: 4 bytes a parameter."""
+    plan = decide(ask(device_gib=44)).plan
+    pinned = pinned_bytes(ask(device_gib=44), plan)
+    assert pinned == pytest.approx(4 * qwen("qwen2.5-7b").num_params, rel=0.001)
+    for limit, said in ((None, False), (pinned, False), (pinned - 1, True)):
+        notes = " ".join(decide(ask(device_gib=44, locked_limit=limit)).plan.notes)
+        assert ("RLIMIT_MEMLOCK" in notes) is said
 
 
 def test_44_gib_stream_everything_in_one_wave() -> None:
