@@ -115,7 +115,7 @@ def with_notes(question: Problem, plan: Plan) -> Plan:
     limit, pinned = question.machine.locked_limit, pinned_bytes(question, plan)
     if limit is not None and not question.machine.is_cpu and pinned > limit:
         notes.append(
-            f"{size_text(pinned)} are to be pinned and RLIMIT_MEMLOCK allows {size_text(limit)}: where that is enforced copies run "
+            f"{size_text(pinned)} are to be pinned, RLIMIT_MEMLOCK allows {size_text(limit)}: where that is enforced, copies run "
             "unpinned and slower; raise `ulimit -l`"
         )
     if question.machine.guessed:
