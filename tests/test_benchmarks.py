@@ -102,6 +102,7 @@ def test_rows_of_whole_steps(name: str, argv: list[str], cases: int, capsys: pyt
         ("head", ["--row-tokens", "16", "--repeats", "1"], {"model_tflops", "call_peak_gib", "path"}, 4),
         ("adamw", ["--params", "1e5", "--repeats", "1", "--threads", str(torch.get_num_threads())], {"gb_per_s"}, 2),
         ("adamw", ["--params", "1e5", "--repeats", "1", "--format", "adamw_8bit,lion_8bit,sgd"], {"gb_per_s"}, 6),
+        ("pages", ["--params", "1e6", "--repeats", "1", "--threads", str(torch.get_num_threads())], {"resident_share"}, 3),
     ],
 )
 def test_rows_of_parts(name: str, argv: list[str], fields: set[str], cases: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,7 +271,9 @@ def test_the_gap_of_curves_is_measured_over_the_last_steps() -> None:
     assert noise == pytest.approx(2 * 0.3 * (10 / 9) ** 0.5 / 10**0.5 / 3.0)
 
 
-@pytest.mark.parametrize("name", ["step", "sweep", "resident", "layer", "head", "link", "adamw", "curves", "save", "kill_resume"])
+@pytest.mark.parametrize(
+    "name", ["step", "sweep", "resident", "layer", "head", "link", "adamw", "pages", "curves", "save", "kill_resume"]
+)
 def test_help_explains_itself(name: str) -> None:
     text = program(name).parser().format_help()
     assert f"python benchmarks/{name}.py" in text, "no example"

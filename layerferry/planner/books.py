@@ -96,7 +96,7 @@ class Books:
 
     def _fewest_at_home(self, choice: Choice) -> int:
         """Units that must live @device because the host has no room for all."""
-        if self._question.machine.is_cpu:
+        if self._question.machine.one_memory:
             return 0
         planes = self._weights[choice.carry].planes
         return min(bisect_left(planes, planes[-1] + self._inputs_of(choice).host_bytes - self._host), self._units)
@@ -147,18 +147,18 @@ class Books:
         least = self._with(choice, fewest)
         if self._question.machine.is_cpu:
             return least, self.short(least)
-        if fewest < self._units and self.device(everything := self._with(choice, self._units)) <= self._device:
-            return everything, self.short(everything)  # buffers of the layers are gone: not in line with the rest
+        if fewest < self._units and not self.short(everything := self._with(choice, self._units)):
+            return everything, 0  # buffers of the layers are gone: not in line with the rest
         short = self.short(least)
         if short:
             return least, short
         low, high = fewest, self._units - 1  # what fits, what may
         while low < high:
             middle = (low + high + 1) // 2
-            if self.device(self._with(choice, middle)) <= self._device:
-                low = middle
-            else:
+            if self.short(self._with(choice, middle)):
                 high = middle - 1
+            else:
+                low = middle
         return self._with(choice, low), 0
 
     def _with(self, choice: Choice, home: int) -> Choice:

@@ -118,6 +118,8 @@ def with_notes(question: Problem, plan: Plan) -> Plan:
             f"{size_text(pinned)} are to be pinned, RLIMIT_MEMLOCK allows {size_text(limit)}: where that is enforced, copies run "
             "unpinned and slower; raise `ulimit -l`"
         )
+    if question.machine.num_nodes > 1:
+        notes.append(f"host memory lies on {question.machine.num_nodes} nodes: planes are spread over all of them")
     if question.machine.guessed:
         notes.append("rates are guesses: `layerferry probe` measures them")
     return replace(plan, notes=tuple(notes))

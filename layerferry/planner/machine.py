@@ -1,14 +1,16 @@
 """The machine as the planner sees it: bytes that may be used, rates, and where each number came from.
 
 A ``Machine`` is a value. ``machine_for`` reads what is free now and takes rates from an earlier ``probe`` of the same machine
-(per-user cache) or, where there was none, from a table of stated defaults; a CPU that plays the device is timed in brief
-instead. Training waits for no other measurement. Checked by ``tests/planner/test_machine.py``.
+(per-user cache) or, where there was none, times them in brief; only a device that the project has measured has stated
+defaults. What a machine *is* (its link coherent, its memory one for host and device) shows in rates and bytes alone.
+Training waits for no other measurement. Checked by ``tests/planner/test_machine.py``.
 """
 
 from __future__ import annotations
 
 import json
 import platform
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,12 +20,15 @@ import torch
 
 from layerferry.backends.base import Backend
 from layerferry.backends.cuda import CudaBackend
+from layerferry.backends.numa import own_nodes
 from layerferry.config import EngineConfig, cache_folder
 from layerferry.plan import GIB, size_text
 from layerferry.planner.host import cores, host_limits, host_total, locked_limit
-from layerferry.planner.stopwatch import copied_bytes_per_s, matmul_flops_per_s, triad_bytes_per_s
+from layerferry.planner.stopwatch import copied_bytes_per_s, device_traffic, links, matmul_flops_per_s, triad_bytes_per_s
 
 GUESS = "guess"
+BRIEF = "measured in brief"
+BRIEF_BYTES = 1 << 27
 OPTIMIZER_BYTES_PER_PARAM = 22
 """Read and written by one AdamW update of a split master with bf16 gradient."""
 CODED_OPTIMIZER_BYTES_PER_PARAM = 12
@@ -92,12 +97,21 @@ class Machine:
     device_bytes_per_s: Rate
     coded_optimizer_s_per_param: Rate
     disk_write_bytes_per_s: Rate | None = None
+    unified: bool = False
+    """The device has no memory of its own: it computes in the host's."""
+    num_nodes: int = 1
+    """Memory nodes of the host, over which planes are spread."""
     notes: tuple[str, ...] = ()
 
     @property
     def is_cpu(self) -> bool:
-        """The device is the host: one memory for both places."""
+        """The device is the host."""
         return self.backend != "cuda"
+
+    @property
+    def one_memory(self) -> bool:
+        """Both places are the same bytes, which count once."""
+        return self.is_cpu or self.unified
 
     @property
     def guessed(self) -> bool:
@@ -132,7 +146,7 @@ class Machine:
     def render(self) -> str:
         """For a terminal of 100 columns."""
         locked = "no limit" if self.locked_limit is None else size_text(self.locked_limit)
-        device = "the same memory" if self.is_cpu else f"{_gib(self.device_available)} of {_gib(self.device_total)} free"
+        device = "the same memory" if self.one_memory else f"{_gib(self.device_available)} of {_gib(self.device_total)} free"
         rows = [
             ("device", self.device_name, "" if self.is_cpu else self.backend),
             ("device memory", device, self.device_source),
@@ -160,10 +174,28 @@ class Machine:
 
 def machine_for(engine: EngineConfig, backend: Backend) -> Machine:
     """What ``backend`` and this host have now; rates from the cache or defaults."""
-    name = device_name(backend)
-    on_cpu = not isinstance(backend, CudaBackend)
-    rates = read_rates(name) or (quick_rates() if on_cpu else default_rates(name, on_cpu=False))
-    return assemble(engine, backend, rates)
+    return assemble(engine, backend, read_rates(device_name(backend)) or brief_rates(backend))
+
+
+def brief_rates(backend: Backend) -> dict[str, Rate]:
+    """Of a machine that was never probed: stated ones of a device that the project has measured, else timed in brief."""
+    if not isinstance(backend, CudaBackend):
+        return quick_rates()
+    rates = default_rates(device_name(backend), on_cpu=False)
+    if not any(rate.source == GUESS for rate in rates.values()):
+        return rates
+    try:
+        found = {
+            "matmul_flops_per_s": backend.matmul_flops_per_s(rows=4096),
+            **links(backend, BRIEF_BYTES),
+            **device_traffic(backend, BRIEF_BYTES),
+            "dram_bytes_per_s": (dram := triad_bytes_per_s(1 << 22)),
+            "optimizer_s_per_param": _per_param(dram),
+            "coded_optimizer_s_per_param": _coded_per_param(dram),
+        }
+    except (RuntimeError, MemoryError):  # the device is too full even for that
+        return rates
+    return rates | {key: Rate(value, BRIEF) for key, value in found.items()}
 
 
 def assemble(engine: EngineConfig, backend: Backend, rates: dict[str, Rate], notes: tuple[str, ...] = ()) -> Machine:
@@ -191,6 +223,8 @@ def assemble(engine: EngineConfig, backend: Backend, rates: dict[str, Rate], not
         host_source=host_source,
         locked_limit=locked_limit(),
         cores=cores(),
+        unified=isinstance(backend, CudaBackend) and backend.is_unified,
+        num_nodes=max(len(own_nodes()), 1),
         notes=notes,
         **known,
     )
@@ -217,18 +251,23 @@ def default_rates(name: str, *, on_cpu: bool) -> dict[str, Rate]:
     dram = min(10e9 * count, 100e9)
     if on_cpu:
         return _cpu_rates(40e9 * count, dram / 2, dram, GUESS)
-    if (known := next((key for key in _DEVICES if key in name), None)) is not None:
+    if (known := next((key for key in _DEVICES if _names(key, name)), None)) is not None:
         flops, link, together, dram, per_param, device, coded = _DEVICES[known]
         return _rates((flops, link, link, together, together, dram, per_param, device, coded), f"default for {known}")
-    flops, link, device = next((_GUESSES[key] for key in _GUESSES if key in name), (60e12, 12e9, 0.5e12))
+    flops, link, device = next((_GUESSES[key] for key in _GUESSES if _names(key, name)), (60e12, 12e9, 0.5e12))
     together = 0.8 * link
     return _rates((flops, link, link, together, together, dram, _per_param(dram), device, _coded_per_param(dram)), GUESS)
+
+
+def _names(key: str, name: str) -> bool:
+    """Whether ``key`` is a word of ``name``: a GH200 is no H200."""
+    return re.search(rf"(?<![A-Za-z0-9]){key}", name) is not None
 
 
 @cache
 def quick_rates() -> dict[str, Rate]:
     """Of a CPU that was never probed, in a tenth of a second: CPUs differ by a factor of ten, so nothing stated would hold."""
-    return _cpu_rates(matmul_flops_per_s(512), copied_bytes_per_s(1 << 22), triad_bytes_per_s(1 << 22), "measured in brief")
+    return _cpu_rates(matmul_flops_per_s(512), copied_bytes_per_s(1 << 22), triad_bytes_per_s(1 << 22), BRIEF)
 
 
 def _cpu_rates(flops: float, copied: float, dram: float, source: str) -> dict[str, Rate]:

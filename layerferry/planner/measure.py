@@ -27,7 +27,14 @@ from layerferry.optim.load import load_kernels
 from layerferry.optim.reference import ReferenceKernels
 from layerferry.planner.host import cores
 from layerferry.planner.machine import Machine, Rate, assemble, default_rates, device_name, rates_file
-from layerferry.planner.stopwatch import best_s, copied_bytes_per_s, matmul_flops_per_s, triad_bytes_per_s
+from layerferry.planner.stopwatch import (
+    best_s,
+    copied_bytes_per_s,
+    device_traffic,
+    links,
+    matmul_flops_per_s,
+    triad_bytes_per_s,
+)
 from layerferry.store.store import plane_specs
 
 log = logging.getLogger(__name__)
@@ -53,8 +60,8 @@ def probe(engine: EngineConfig | None = None, *, quick: bool = False) -> Machine
     if isinstance(backend, CudaBackend):
         cuda = backend
         measure("matrix products", lambda: {"matmul_flops_per_s": cuda.matmul_flops_per_s()})
-        measure("link", lambda: _links(cuda))
-        measure("device memory traffic", lambda: _device_memory(cuda))
+        measure("link", lambda: links(cuda, 1 << 29))
+        measure("device memory traffic", lambda: device_traffic(cuda, 1 << 29))
         if not cuda.can_pin:
             notes.append("host memory cannot be pinned (ulimit -l): copies are slower and do not run beside compute")
     else:
@@ -72,35 +79,11 @@ def probe(engine: EngineConfig | None = None, *, quick: bool = False) -> Machine
     return assemble(engine, backend, rates, tuple(notes))
 
 
-def _links(backend: CudaBackend) -> dict[str, float]:
-    up, down = backend.link_bytes_per_s(1 << 29)
-    both_up, both_down = backend.links_together_bytes_per_s(1 << 29)
-    return {
-        "upload_bytes_per_s": up,
-        "download_bytes_per_s": down,
-        "upload_together_bytes_per_s": both_up,
-        "download_together_bytes_per_s": both_down,
-    }
-
-
 def _copies(numel: int) -> dict[str, float]:
     """Where the CPU plays the device, a lane is a copy in host memory, and two lanes share it."""
     alone = copied_bytes_per_s(numel)
     ways = ("upload", "download")
     return {f"{way}_bytes_per_s": alone for way in ways} | {f"{way}_together_bytes_per_s": alone / 2 for way in ways}
-
-
-def _device_memory(backend: CudaBackend) -> dict[str, float]:
-    """A copy @device reads and writes every byte."""
-    num_bytes, repeats = 1 << 29, 10
-    source, target = backend.device_buffer(num_bytes), backend.device_buffer(num_bytes)
-
-    def copy() -> None:
-        for _ in range(repeats):
-            backend.copy(Lane.COMPUTE, target, source)
-        backend.synchronize()
-
-    return {"device_bytes_per_s": 2 * repeats * num_bytes / best_s(copy, runs=3)}
 
 
 def _update(backend: Backend, numel: int, state_format: StateFormat) -> float:

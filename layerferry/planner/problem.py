@@ -146,14 +146,14 @@ def host_budget(machine: Machine) -> int:
 
 
 def needs(plan: Plan, machine: Machine) -> dict[str, tuple[int, int]]:
-    """Place -> (bytes needed, bytes there). A CPU that plays the device has one memory for both."""
+    """Place -> (bytes needed, bytes there). Where both are one memory, what both need counts against it once."""
     margin = int(ESTIMATE_MARGIN * sum(i.num_bytes for i in plan.items if not i.exact))
     return places(plan.total(HOST), plan.total(DEVICE) + margin, machine)
 
 
 def places(host: int, device: int, machine: Machine) -> dict[str, tuple[int, int]]:
     """The same for bytes that are known, margins included."""
-    if not machine.is_cpu:
+    if not machine.one_memory:
         return {HOST: (host, host_budget(machine)), DEVICE: (device, device_budget(machine))}
     found = {HOST: (host + device, host_budget(machine))}
     if machine.device_source == "device_memory":

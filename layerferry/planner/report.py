@@ -165,7 +165,7 @@ def _bytes(plan: Plan, question: Problem) -> str:
 
 def _against(needed: int, there: int, machine: Machine, place: str) -> str:
     source = machine.host_source if place == HOST else machine.device_source
-    what = "needed, both places in one memory" if machine.is_cpu and place == HOST else "needed"
+    what = "needed, both places in one memory" if machine.one_memory and place == HOST else "needed"
     verdict = f"{(there - needed) / GIB:.2f} left" if needed <= there else f"{(needed - there) / GIB:.2f} SHORT"
     return f"  {what:<44} {needed / GIB:9.2f} GiB   of {there / GIB:.2f} ({source}): {verdict}"
 

@@ -1,7 +1,7 @@
-"""The host's rates that take milliseconds to measure: memory traffic, copies, products of matrices.
+"""Rates that take milliseconds to measure: memory traffic, copies, products of matrices, a device's links.
 
-``probe`` takes them with large sizes and remembers them; a CPU that plays the device and was never probed is timed with small
-ones. Checked by ``tests/planner/test_machine.py``.
+``probe`` takes them with large sizes and remembers them; a machine that was never probed is timed with small ones.
+Checked by ``tests/planner/test_machine.py``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import time
 from collections.abc import Callable
 
 import torch
+
+from layerferry.backends.base import Lane
+from layerferry.backends.cuda import CudaBackend
 
 LEAST_S = 0.05
 """Spent on each number."""
@@ -31,6 +34,30 @@ def matmul_flops_per_s(side: int) -> float:
     """In bf16, as models are trained unless the user asks for fp32; CPUs differ more in it than in anything else."""
     a, b = (torch.ones(side, side, dtype=torch.bfloat16) for _ in range(2))
     return 2.0 * side**3 / best_s(lambda: a @ b)
+
+
+def links(backend: CudaBackend, num_bytes: int) -> dict[str, float]:
+    up, down = backend.link_bytes_per_s(num_bytes)
+    both_up, both_down = backend.links_together_bytes_per_s(num_bytes)
+    return {
+        "upload_bytes_per_s": up,
+        "download_bytes_per_s": down,
+        "upload_together_bytes_per_s": both_up,
+        "download_together_bytes_per_s": both_down,
+    }
+
+
+def device_traffic(backend: CudaBackend, num_bytes: int) -> dict[str, float]:
+    """A copy @device reads and writes every byte."""
+    repeats = 10
+    source, target = backend.device_buffer(num_bytes), backend.device_buffer(num_bytes)
+
+    def copy() -> None:
+        for _ in range(repeats):
+            backend.copy(Lane.COMPUTE, target, source)
+        backend.synchronize()
+
+    return {"device_bytes_per_s": 2 * repeats * num_bytes / best_s(copy, runs=3)}
 
 
 def best_s(function: Callable[[], object], runs: int = 5) -> float:

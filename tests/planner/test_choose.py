@@ -17,13 +17,14 @@ from layerferry.optim.formats import StateFormat
 from layerferry.optim.lion import Lion
 from layerferry.plan import Plan
 from layerferry.planner.choose import MOST_MEASUREMENTS, choose, decide, pinned_bytes
-from layerferry.planner.facts import Kept
+from layerferry.planner.facts import Kept, Model
 from layerferry.planner.flops import Flops
+from layerferry.planner.machine import Machine
 from layerferry.planner.memory import DEVICE, HOST, Shape, Working, estimate
 from layerferry.planner.problem import Problem, fits, needs, problem
 from layerferry.planner.search import INEXACT, is_exact
 from layerferry.store.store import plane_specs
-from tests.planner.subjects import GIB, config, machine, qwen, skeleton, specs
+from tests.planner.subjects import GIB, QWEN_7B, config, machine, qwen, skeleton, specs
 
 FREE_GIB = 0.98 * 139
 """What a run may use of an H200."""
@@ -296,3 +297,22 @@ def test_a_model_without_a_linear_head_or_attention_can_be_planned() -> None:
     )
     question = problem(bare, specs(), machine(), Config(model=ModelConfig(model_name_or_path="x")), 64)
     assert decide(question).shortfall is None
+
+
+def test_one_memory_for_both_places_is_counted_once() -> None:
+    """A described machine whose device computes in the host's 30 GiB: what planes and device need must fit together."""
+    model = Model.of(skeleton("qwen2", **{**QWEN_7B, "num_hidden_layers": 3}))
+    separate = machine(device_gib=30.0, host_gib=30.0)
+    shared = replace(separate, unified=True, device_source="free now")
+
+    def decision(there: Machine, **pins: Any) -> Any:
+        return decide(problem(model, specs(), there, config(rows=8, **pins), 512))
+
+    fits = decision(shared)
+    assert fits.shortfall is None
+    assert fits.plan.total(HOST) + fits.plan.total(DEVICE) <= 30 * GIB
+    assert list(needs(fits.plan, shared)) == [HOST]
+    planes = fits.plan.total(HOST)
+    tight = replace(shared, host_available=planes + (1 << 28))
+    assert decision(replace(separate, host_available=planes + (1 << 28))).shortfall is None
+    assert "short" in (decision(tight).shortfall or "")

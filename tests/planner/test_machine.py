@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from layerferry.backends.cpu import CpuBackend
+from layerferry.backends.cuda import CudaBackend
 from layerferry.config import EngineConfig
 from layerferry.planner import measure, probe
 from layerferry.planner.host import host_limits
@@ -73,3 +75,58 @@ def test_a_cpu_has_a_name_wherever_it_stands(tmp_path: Path) -> None:
     (tmp_path / "info").write_text("processor : 0\nmodel name : A fine CPU\n")
     assert cpu_name(tmp_path / "info") == "A fine CPU"
     assert cpu_name(tmp_path / "none")
+
+
+class Integrated(CudaBackend):
+    """A device that nobody has measured before, without a device."""
+
+    def __init__(self, *, unified: bool) -> None:
+        self.device, self._unified = torch.device("cuda", 0), unified
+
+    is_unified = property(lambda self: self._unified)  # type: ignore[assignment]
+
+    def describe(self) -> str:
+        return "NVIDIA GH200 480GB"
+
+    def memory(self) -> tuple[int, int]:
+        return 90 << 30, 96 << 30
+
+    def allocated_bytes(self) -> int:
+        return 0
+
+    def matmul_flops_per_s(self, rows: int = 1, inner: int = 1, columns: int = 1) -> float:
+        return 6e14
+
+    def link_bytes_per_s(self, num_bytes: int = 1) -> tuple[float, float]:
+        return 400e9, 380e9
+
+    def links_together_bytes_per_s(self, num_bytes: int = 1) -> tuple[float, float]:
+        return 300e9, 290e9
+
+    def device_buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(8, dtype=torch.uint8)
+
+    def copy(self, lane: object, target: object, source: object) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("unified", [False, True])
+def test_a_device_is_what_it_measures_not_what_it_is_called(unified: bool) -> None:
+    """A coherent link shows in its rate: a GH200 is no H200, and gets none of its numbers."""
+    found = machine_for(EngineConfig(), Integrated(unified=unified))
+    assert found.upload_bytes_per_s.value == 400e9 and found.download_together_bytes_per_s.value == 290e9
+    assert all(getattr(found, name).source == "measured in brief" for name in RATES)
+    assert (found.unified, found.one_memory, found.is_cpu) == (unified, unified, False)
+    assert ("the same memory" in found.render()) == unified
+
+
+def test_a_device_too_full_to_be_measured_keeps_stated_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: object, num_bytes: int = 1) -> tuple[float, float]:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(Integrated, "link_bytes_per_s", full)
+    found = machine_for(EngineConfig(), Integrated(unified=False))
+    assert found.guessed and found.upload_bytes_per_s.value > 0
