@@ -55,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--richer-budget", type=float, default=0.7, help="share of activations that those keep")
     parser.add_argument("--slots", type=int, default=3)
     parser.add_argument("--slabs", type=int, default=2)
+    parser.add_argument("--end-parts", type=int, default=1, help="parts in which embedding and head travel")
     parser.add_argument("--auto", type=int, default=0, help="1: the planner chooses everything but rows and their length")
     parser.add_argument("--device-memory", type=float, default=0.0, help="GiB that the planner may use; 0: what is there")
     parser.add_argument("--host-memory", type=float, default=0.0, help="GiB of host memory that it may use; 0: what is there")
@@ -102,6 +103,7 @@ def plan_of(args: argparse.Namespace, on_cuda: bool) -> Plan:
         resident_gradients=bool(args.resident_gradients),
         num_slots=args.slots,
         num_slabs=args.slabs,
+        end_parts=args.end_parts,
         num_waves=args.waves,
         activation_budget=args.budget,
         richer_layers=args.richer_layers,

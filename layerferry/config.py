@@ -182,6 +182,8 @@ class EngineConfig:
     """Layers, from the first on, whose inputs wait @host for their backward."""
     num_slots: int | None = None
     num_slabs: int | None = None
+    end_parts: int | None = None
+    """Parts in which embedding and head travel, so that they need not fit the device whole."""
     compile: bool | None = None
     """None: on for CUDA, off elsewhere."""
     optimizer_threads: int | None = None

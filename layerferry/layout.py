@@ -148,6 +148,7 @@ class Layout:
 
     def place(self, entry: Entry, plane: PlaneSpec) -> slice | None:
         """Bytes of ``entry``, padding included, in one plane of this unit; None where the plane does not hold it."""
+        assert not plane.coded, "codes and their exponents lie apart"
         if not (entry.trained or plane.frozen):
             return None
         begin = 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd, lcm
 from typing import NamedTuple, TypeAlias
 
@@ -27,7 +28,7 @@ class Stretch(NamedTuple):
     in_piece: slice
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Unit:
     """One streamed piece: ``index`` is its place in the store, ``names`` maps layout entry name to model parameter name."""
 
@@ -138,8 +139,10 @@ Piece: TypeAlias = Unit | Part
 """What travels at a time."""
 
 
+@lru_cache(maxsize=256)
 def divide(unit: Unit, count: int) -> tuple[Piece, ...]:
-    """``unit`` in at most ``count`` parts of about as many rows; itself alone where it has no tables, or few rows."""
+    """``unit`` in at most ``count`` parts of about as many rows; itself alone where it has no tables, or few rows. The same
+    parts every time: they are told apart by identity, as units are."""
     tables = [unit.layout.by_name[name] for name in unit.tables]
     if count <= 1 or not tables:
         return (unit,)

@@ -209,10 +209,10 @@ class HeadParts:
             loss = loss + (share if more is None else share + more)
         for part in reversed(self.parts):
             with self.feed(part) as slot, self.drain(part, carry=wave.carry) as sums:
+                head = self._head(part, slot, sums)
                 for own in tokens:
-                    way.pull(self._block(part, slot, sums), own, wave.denominator)
+                    way.pull(block_of(head, part, slot.buffer), own, wave.denominator)
                 if part is self.parts[0]:
-                    head = self._head(part, slot, sums)
                     for run, own in zip(passes, tokens, strict=True):
                         self._seed(wave.step_seed, run)
                         run.gradient = way.finish(head, run.hidden, own)
@@ -235,11 +235,12 @@ class HeadParts:
                 self._seed(step_seed, run)
                 tokens.append(way.begin(head, run.hidden, run.micro_batch))
             for own in tokens:
-                way.look(self._block(first, slot, None), own)
+                way.look(block_of(head, first, slot.buffer), own)
         for part in others:
             with self.feed(part) as slot:
+                head = self._head(part, slot, None)
                 for own in tokens:
-                    way.look(self._block(part, slot, None), own)
+                    way.look(block_of(head, part, slot.buffer), own)
         return way, tokens
 
     def _seed(self, step_seed: int | None, run: Pass) -> None:
@@ -251,23 +252,25 @@ class HeadParts:
         bound = self.skeleton.bind(part, Plane(part.layout, WEIGHT_PLANE, slot.buffer))
         return Head(self.skeleton, bound, sums, self.chunk_tokens)
 
-    def _block(self, part: Part, slot: Slot, sums: Plane | None) -> Block:
-        assert self.skeleton.head is not None
-        plane, layout = Plane(part.layout, WEIGHT_PLANE, slot.buffer), part.layout.by_name
-        weight, bias = (None if entry is None else layout[entry.name] for entry in self.skeleton.head)
-        assert weight is not None
-        return Block(
-            first=part.rows[weight.name].start,
-            weight=plane.view(weight),
-            bias=None if bias is None else plane.view(bias),
-            chunk_tokens=self.chunk_tokens,
-            weight_sum=None if sums is None or not weight.trained else sums.view(weight),
-            bias_sum=None if sums is None or bias is None or not bias.trained else sums.view(bias),
-        )
+
+def block_of(head: Head, piece: Piece, buffer: Tensor) -> Block:
+    """The rows of the linear head that a part has in its slot's ``buffer``, with their sums where ``head`` has an accumulator."""
+    assert isinstance(piece, Part) and head.skeleton.head is not None
+    plane, layout, sums = Plane(piece.layout, WEIGHT_PLANE, buffer), piece.layout.by_name, head.accumulator
+    weight, bias = (None if entry is None else layout[entry.name] for entry in head.skeleton.head)
+    assert weight is not None
+    return Block(
+        first=piece.rows[weight.name].start,
+        weight=plane.view(weight),
+        bias=None if bias is None else plane.view(bias),
+        chunk_tokens=head.chunk_tokens,
+        weight_sum=None if sums is None or not weight.trained else sums.view(weight),
+        bias_sum=None if sums is None or bias is None or not bias.trained else sums.view(bias),
+    )
 
 
 def refuse_undividable(skeleton: Skeleton, plan: Plan) -> None:
-    """Raise ``PlanError`` where ``plan`` wants an end in parts that can only be fed whole."""
+    """Raise ``PlanError`` where ``plan`` wants ends in parts that can only be fed whole."""
     if plan.end_parts > 1 and (reason := skeleton.undividable) is not None:
         raise PlanError(f"end_parts: {plan.end_parts}: {skeleton.config.model_type}: {reason}: end_parts: 1 feeds the ends whole")
 

@@ -35,6 +35,7 @@ class Choice(NamedTuple):
     slabs: int
     resident: bool
     carry: bool
+    parts: int = 1
     richer_budget: float = 0.0
     richer_first: bool = False
     home: int = 0
@@ -53,6 +54,7 @@ class Choice(NamedTuple):
             chunk_tokens=self.chunk,
             num_slots=self.slots,
             num_slabs=self.slabs,
+            end_parts=self.parts,
             resident_gradients=self.resident,
             carry_fp32=self.carry,
             on_device=tuple(range(self.home)),
@@ -87,10 +89,10 @@ class Books:
         self._weights = {carry: _Weights(question, specs) for carry, specs in self._specs.items()}
         self._units = len(question.model.units)
         self._device, self._host = device_budget(question.machine), host_budget(question.machine)
-        self._working: dict[tuple[int, float, int, float, bool], Working] = {}
-        self._activations: dict[tuple[int, int, float, int, bool, float, int, int], int] = {}
-        self._buffers: dict[tuple[int, int, int, bool, bool, bool], int] = {}
-        self._paces: dict[tuple[int, float, int, float, int, int], tuple[float, float]] = {}
+        self._working: dict[tuple[int, float, int, float, int, bool], Working] = {}
+        self._activations: dict[tuple[int, float, int, float, int, bool, int, bool, int, int], int] = {}
+        self._buffers: dict[tuple[int, int, int, bool, bool, bool, int], int] = {}
+        self._paces: dict[tuple[int, float, int, float, int, int, int, int], tuple[float, float]] = {}
         self._inputs: dict[tuple[int, int, int], InputSizes] = {}
         self._largest_wave: dict[tuple[int, int], tuple[float, int]] = {}
 
@@ -162,10 +164,11 @@ class Books:
         return self._with(choice, low), 0
 
     def _with(self, choice: Choice, home: int) -> Choice:
-        """``choice`` with ``home`` units at home; no more slots than layers travel."""
+        """``choice`` with ``home`` units at home; no more slots than layers travel, and no parts where no end does."""
         travelling = self._weights[False].layers[-1] - self._weights[False].layers[home]
         slots = choice.slots if "num_slots" in self._question.pins else max(min(choice.slots, travelling), 1)
-        return choice._replace(home=home, slots=slots)
+        parts = choice.parts if "end_parts" in self._question.pins or home < self._units else 1
+        return choice._replace(home=home, slots=slots, parts=parts)
 
     def short(self, choice: Choice) -> int:
         """Bytes that are missing, both places together."""
@@ -190,7 +193,7 @@ class Books:
         return self._inputs[key]
 
     def _buffers_of(self, choice: Choice) -> int:
-        key = (choice.home, choice.slots, choice.slabs, choice.waves > 1, choice.resident, choice.carry)
+        key = (choice.home, choice.slots, choice.slabs, choice.waves > 1, choice.resident, choice.carry, choice.parts)
         if key not in self._buffers:
             table = buffers(self._question.model, self._specs[choice.carry], choice.on(Plan()))
             self._buffers[key] = sum(item.num_bytes for item in table)
@@ -198,17 +201,20 @@ class Books:
 
     def _activations_of(self, choice: Choice) -> int:
         several = choice.richer_budget if choice.richer else 0.0
-        own = (choice.rows, choice.waves, choice.budget, choice.chunk)
-        key = (*own, choice.home == self._units, several, choice.richer, choice.inputs)
+        of_micro_batch = (choice.rows, choice.budget, choice.chunk, several, self._parts_of_head(choice), choice.inputs > 0)
+        key = (*of_micro_batch, choice.waves, choice.home == self._units, choice.richer, choice.inputs)
         if key not in self._activations:
             question, plan = self._question, choice.on(Plan(compile=self._compiled, fp32=self._question.fp32))
-            of_micro_batch = (choice.rows, choice.budget, choice.chunk, several, choice.inputs > 0)
             if of_micro_batch not in self._working:
                 self._working[of_micro_batch] = question.working(plan)
             table = activations(question.model, plan, question.shape, self._working[of_micro_batch])
             total = sum(item.num_bytes for item in table)
             self._activations[key] = total + int(ESTIMATE_MARGIN * sum(item.num_bytes for item in table if not item.exact))
         return self._activations[key]
+
+    def _parts_of_head(self, choice: Choice) -> int:
+        """Units go home from the prologue on: the head is the last, and whole there."""
+        return 1 if choice.home == self._units else choice.parts
 
     # ---------------------------------------------------------------- seconds
 
@@ -239,14 +245,15 @@ class Books:
 
     def _compute_of(self, choice: Choice) -> tuple[float, float]:
         """(all micro-batches, the forward of one through the layers)."""
-        key = (choice.rows, choice.budget, choice.chunk, choice.richer_budget, choice.richer, choice.inputs)
+        in_parts = (choice.parts if not choice.home else 1, self._parts_of_head(choice))
+        key = (choice.rows, choice.budget, choice.chunk, choice.richer_budget, choice.richer, choice.inputs, *in_parts)
         if key not in self._paces:
             question, plan = self._question, choice.on(Plan(compile=self._compiled))
             pace = compute.pace(question.model, plan, question.shape, question.machine)
             paces = compute.layer_paces(question.model, plan, question.shape, question.machine)
             forward, backward = (sum(directions) for directions in zip(*paces, strict=True))
             count = question.shape.rows_per_step / min(choice.rows, question.shape.rows_per_step)
-            self._paces[key] = (count * (forward + backward + pace.head), forward)
+            self._paces[key] = (count * (forward + backward + pace.ends), forward)
         return self._paces[key]
 
     def _cut(self, choice: Choice) -> tuple[float, int]:

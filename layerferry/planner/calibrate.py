@@ -22,7 +22,9 @@ import gc
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +35,23 @@ from layerferry.backends.base import Backend
 from layerferry.config import cache_folder
 from layerferry.engine.batch import MicroBatch
 from layerferry.engine.compiled import preparer
+from layerferry.engine.ends_in_parts import block_of
 from layerferry.engine.feed import Slot
 from layerferry.engine.router_loss import RouterLoss
+from layerferry.engine.sizes import pieces_of
 from layerferry.engine.tape import SideGradients, Tape, rebuilt
 from layerferry.engine.templates import Templates
 from layerferry.layout import FP32_PLANE, WEIGHT_PLANE, Plane
-from layerferry.models.embedding import EmbeddingTap
+from layerferry.models.embedding import EmbeddingTap, ServedTap
 from layerferry.models.inputs import Inputs
 from layerferry.models.skeleton import Skeleton
 from layerferry.models.stack import LayerCall
+from layerferry.models.tables import standing_in
 from layerferry.objectives import CrossEntropy, Head
+from layerferry.objectives.head_in_parts import Tokens
 from layerferry.plan import GIB, Plan
 from layerferry.planner.memory import LayerBytes, Shape, Working
-from layerferry.units import Unit
+from layerferry.units import Piece
 from layerferry.version import VERSION
 
 log = logging.getLogger(__name__)
@@ -100,7 +106,7 @@ def calibrate(skeleton: Skeleton, backend: Backend, plan: Plan, shape: Shape) ->
             hidden, calls, prologue_kept = bench.prologue()
             firsts = [skeleton.keys.index(key) for key in dict.fromkeys(skeleton.keys)]
             layers = tuple(bench.layer(index, hidden, calls[index]) for index in firsts)
-            head_peak, evaluation_peak = bench.head(hidden.detach())
+            head_peak, evaluation_peak, head_kept = bench.head(hidden.detach())
             router_gradients, router_peak = bench.router_loss()
             head_peak = max(
                 head_peak, hidden.untyped_storage().nbytes() + router_peak
@@ -115,6 +121,7 @@ def calibrate(skeleton: Skeleton, backend: Backend, plan: Plan, shape: Shape) ->
         prologue_kept=prologue_kept,
         layers=layers,
         head_peak=head_peak,
+        head_kept=head_kept,
         evaluation_peak=evaluation_peak,
         router_gradients=router_gradients,
         workspaces=workspaces,
@@ -129,24 +136,24 @@ class _Bench:
 
     def __init__(self, skeleton: Skeleton, backend: Backend, plan: Plan, shape: Shape) -> None:
         self._skeleton, self._backend, self._plan = skeleton, backend, plan
-        layers, ends = skeleton.layer_units, [unit for unit in skeleton.units if not unit.is_layer]
+        layers, travelling = skeleton.layer_units, replace(plan, on_device=())
+        self._ends = {unit.index: pieces_of(unit, travelling) for unit in skeleton.units if not unit.is_layer}
+        ends = [piece for pieces in self._ends.values() for piece in pieces]
         self._generator = torch.Generator(device=backend.device).manual_seed(0)
-        self._slots = {kind: self._slot(units) for kind, units in ((True, layers), (False, ends))}
-        self._sums = {
-            kind: backend.device_buffer(max(unit.layout.bytes(FP32_PLANE) for unit in units))
-            for kind, units in ((True, layers), (False, ends))
-        }
+        kinds: tuple[tuple[bool, Sequence[Piece]], ...] = ((True, layers), (False, ends))
+        self._slots = {kind: self._slot(pieces) for kind, pieces in kinds}
+        self._sums = {kind: backend.device_buffer(max(p.layout.bytes(FP32_PLANE) for p in pieces)) for kind, pieces in kinds}
         self._templates = Templates(skeleton, preparer(plan), plan.layer_budgets(len(layers)))
         self._routed: dict[Hashable, list[Tensor]] = {}
         self._micro_batch = _micro_batch(plan, shape, skeleton.vocab_size)
         self._tape = Tape(list(self._slots.values()), rebuilt=rebuilt(layers, plan), audit=False)
 
-    def _slot(self, units: Any) -> Slot:
-        buffer = self._backend.device_buffer(max(unit.layout.bytes(WEIGHT_PLANE) for unit in units))
+    def _slot(self, pieces: Sequence[Piece]) -> Slot:
+        buffer = self._backend.device_buffer(max(piece.layout.bytes(WEIGHT_PLANE) for piece in pieces))
         return Slot(buffer)
 
-    def _fill(self, unit: Unit) -> Plane:
-        plane = Plane(unit.layout, WEIGHT_PLANE, self._slots[unit.is_layer].buffer)
+    def _fill(self, piece: Piece) -> Plane:
+        plane = Plane(piece.layout, WEIGHT_PLANE, self._slots[piece.unit.is_layer].buffer)
         for section in plane.tensors():
             section.normal_(0.0, 0.02, generator=self._generator)
         return plane
@@ -169,16 +176,23 @@ class _Bench:
 
     def prologue(self) -> tuple[Tensor, list[LayerCall], int]:
         unit = self._skeleton.prologue_unit
-        parameters = self._skeleton.bind(unit, self._fill(unit))
+        first, *others = self._ends[unit.index]
+        parameters = self._skeleton.bind(first, self._fill(first))
 
         def run() -> Any:
             put = self._backend.to_device
             ids = put(self._micro_batch.input_ids)
             positions = None if self._micro_batch.position_ids is None else put(self._micro_batch.position_ids)
             mask = torch.ones_like(ids) if positions is not None and not self._micro_batch.isolated else None
-            tap = EmbeddingTap([parameter for parameter in parameters if parameter.requires_grad])
             trains = self._skeleton.reach.trains_prologue
-            with self._tape.record(unit, self._slots[False]), torch.set_grad_enabled(trains):
+            with ExitStack() as bound:
+                bound.enter_context(self._tape.record(unit, self._slots[False]))
+                bound.enter_context(torch.set_grad_enabled(trains))
+                tap = EmbeddingTap([parameter for parameter in parameters if parameter.requires_grad])
+                if others:
+                    tables = bound.enter_context(standing_in(self._skeleton, unit, self._backend.device))
+                    rows = [torch.randn(ids.numel(), t.shape[1], dtype=t.dtype, device=t.device) for t in tables]
+                    tap = ServedTap(parameters, ids, list(zip(tables, rows, strict=True)))
                 hidden, calls = self._skeleton.prologue(Inputs(ids, positions, mask), tap)
             return hidden, calls, tap.look_ups
 
@@ -209,28 +223,46 @@ class _Bench:
         _, _, backward_peak = self._peaks(backward)
         return LayerBytes(kept=kept, forward_peak=forward_peak, backward_peak=backward_peak)
 
-    def head(self, hidden: Tensor) -> tuple[int, int]:
-        """Peaks of the training head (its gradient included) and of an evaluation's."""
-        unit = self._skeleton.epilogue_unit
-        parameters = self._skeleton.bind(unit, self._fill(unit))
-        sums = Plane(unit.layout, FP32_PLANE, self._sums[False])
+    def head(self, hidden: Tensor) -> tuple[int, int, int]:
+        """Peaks of the training head (its gradient included) and of an evaluation's; what is kept from part to part."""
+        first, *others = self._ends[self._skeleton.epilogue_unit.index]
+        parameters = self._skeleton.bind(first, self._fill(first))
+        sums = Plane(first.layout, FP32_PLANE, self._sums[False])
         sums.buffer.zero_()
-        objective, denominator = CrossEntropy(), float(self._micro_batch.num_targets)
+        objective, denominator, chunk = CrossEntropy(), float(self._micro_batch.num_targets), self._plan.chunk_tokens
+        training, evaluating = (Head(self._skeleton, parameters, plane, chunk) for plane in (sums, None))
 
         def train() -> None:
-            head = Head(self._skeleton, parameters, sums, self._plan.chunk_tokens)
-            objective.step(head, hidden, self._micro_batch, denominator)
+            objective.step(training, hidden, self._micro_batch, denominator)
 
         def evaluate() -> None:
             with torch.no_grad():
-                head = Head(self._skeleton, parameters, None, self._plan.chunk_tokens)
-                objective.evaluate(head, hidden, self._micro_batch)
+                objective.evaluate(evaluating, hidden, self._micro_batch)
 
-        train()
-        _, _, head_peak = self._peaks(train)
-        evaluate()
-        _, _, evaluation_peak = self._peaks(evaluate)
-        return head_peak, evaluation_peak
+        def look() -> Tokens:
+            way, block = objective.in_parts(evaluating), block_of(evaluating, first, self._slots[False].buffer)
+            tokens = way.begin(evaluating, hidden, self._micro_batch)
+            way.look(block, tokens)
+            return tokens
+
+        def both_passes() -> Tokens:
+            way, tokens = objective.in_parts(evaluating), look()
+            way.pull(block_of(training, first, self._slots[False].buffer), tokens, denominator)
+            return tokens
+
+        def in_parts() -> None:
+            objective.in_parts(evaluating).finish(training, hidden, both_passes())
+
+        whole = not others
+        _, _, head_peak = self._second(train if whole else in_parts)
+        _, _, evaluation_peak = self._second(evaluate if whole else look)
+        head_kept = 0 if whole else self._second(both_passes)[1]
+        return head_peak, evaluation_peak, head_kept
+
+    def _second(self, work: Callable[[], Any]) -> tuple[Any, int, int]:
+        """``_peaks`` of the second run: the first compiles and tunes."""
+        work()
+        return self._peaks(work)
 
     def router_loss(self) -> tuple[int, int]:
         """(gradients that stay, peak) of the load-balancing loss over every layer's logits, which are there already."""
@@ -271,7 +303,7 @@ def cache_file(skeleton: Skeleton, backend: Backend, plan: Plan, shape: Shape) -
         "frozen": [unit.names[e.name] for unit in skeleton.units for e in unit.layout.entries if not e.trained],
         "rows": plan.micro_batch_rows,
         "shape": dataclasses.asdict(shape),
-        "plan": [plan.activation_budget, plan.chunk_tokens, plan.compile, plan.fp32],
+        "plan": [plan.activation_budget, plan.chunk_tokens, plan.compile, plan.fp32, plan.end_parts],
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     return cache_folder() / "activations" / f"{skeleton.config.model_type}-{digest[:20]}.json"

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 from layerferry.layout import BLOCK_ELEMENTS, GRAD, GRAD_PLANE, PlaneSpec
 from layerferry.plan import Plan
@@ -44,6 +45,13 @@ HOME_STEP_BYTES = 26
 """Moved for every parameter by an update @device."""
 LOGIT_PASSES = 6
 """Times that the fused head moves a chunk's logits."""
+PART_LOGIT_PASSES = (3, 6)
+"""The same of a head in parts: in the pass for the loss, in that for the gradients."""
+PART_BYTES = (8, 24, 8)
+"""Moved for every element of the hidden states and part: rows picked from an embedding in parts, rows added to its sum, and the
+fp32 sum of what a head in parts gives back."""
+PART_OVERHEAD_S = 1.0e-4
+"""Of every part, micro-batch and pass: a dozen launches."""
 CPU_SHARE, CPU_REBUILD = 0.6, 4 / 3
 """Of the rate of matrix products that plain torch reaches on a CPU; and the second forward of a rebuild."""
 STEP_SHARE = 0.98
@@ -56,6 +64,14 @@ class Pace:
 
     layers: tuple[tuple[float, float], ...]
     head: float
+    look: float = 0.0
+    """What of ``head`` is the first pass over a head in parts."""
+    embedding: tuple[float, float] = (0.0, 0.0)
+    """(forward, backward) of an embedding in parts."""
+
+    @property
+    def ends(self) -> float:
+        return self.head + sum(self.embedding)
 
 
 def layer_paces(model: Model, plan: Plan, shape: Shape, machine: Machine) -> list[tuple[float, float]]:
@@ -90,10 +106,28 @@ def pace(model: Model, plan: Plan, shape: Shape, machine: Machine) -> Pace:
         forward = work * whole * FORWARD_SHARE + LAYER_OVERHEAD_S * FORWARD_SHARE
         backward = work * again - work * whole * FORWARD_SHARE + LAYER_OVERHEAD_S * (1 - FORWARD_SHARE) + sums - idle
         layers.append((forward, backward))
+    return Pace(layers=tuple(layers), **_ends(model, plan, tokens, machine))
+
+
+def _ends(model: Model, plan: Plan, tokens: int, machine: Machine) -> dict[str, Any]:
+    """The fields of a ``Pace`` for head and embedding. A head in parts computes its logits twice."""
+    moved_s = 1.0 / (machine.device_bytes_per_s.value * STEP_SHARE)
+    product = 2.0 * tokens * model.flops.head_params / (machine.matmul_flops_per_s.value * STEP_SHARE)
+    logits = tokens * model.vocab_size * model.compute_bytes * moved_s
     chunks = -(-tokens // max(min(plan.chunk_tokens, tokens), 1))
-    logits = LOGIT_PASSES * model.vocab_size * model.compute_bytes * moved_s
     in_sums = chunks * SUM_BYTES * model.flops.head_params * moved_s if model.flops.trains_head else 0.0
-    return Pace(layers=tuple(layers), head=tokens * (model.flops.head / (speed * STEP_SHARE) + logits) + in_sums)
+    products = product * model.flops.head / (2.0 * model.flops.head_params)
+    first, last = (len(pieces) for pieces in model.pieces_of_ends(plan))
+    hidden = tokens * model.hidden_size * moved_s
+    picked, added, given_back = (per_element * hidden + PART_OVERHEAD_S for per_element in PART_BYTES)
+    added = added if model.units[0].num_trained else 0.0
+    embedding = (0.0, 0.0) if first == 1 else (first * picked, first * added)
+    if last == 1:
+        return {"head": products + LOGIT_PASSES * logits + in_sums, "embedding": embedding}
+    once, again = PART_LOGIT_PASSES
+    look = product + once * logits + last * PART_OVERHEAD_S
+    pull = products + again * logits + in_sums + last * given_back
+    return {"head": look + pull, "look": look, "embedding": embedding}
 
 
 def _on_cpu(model: Model, plan: Plan, shape: Shape, machine: Machine) -> Pace:
@@ -107,7 +141,8 @@ def _on_cpu(model: Model, plan: Plan, shape: Shape, machine: Machine) -> Pace:
     for kind in model.kinds:
         sums = SUM_BYTES * kind.num_trained / machine.device_bytes_per_s.value
         layers.append((forward, products + sums - own_gradient * (1 - kind.num_trained / kind.numel)))
-    return Pace(layers=tuple(layers), head=tokens * model.flops.head / speed)
+    look = 0.0 if model.head_rows(plan) == model.vocab_size else tokens * 2.0 * model.flops.head_params / speed
+    return Pace(layers=tuple(layers), head=tokens * model.flops.head / speed + look, look=look)
 
 
 def recomputation(plan: Plan) -> float:
@@ -117,7 +152,7 @@ def recomputation(plan: Plan) -> float:
     return EAGER if plan.activation_budget >= 1.0 else EAGER_REBUILD
 
 
-def drain_s(num_params: int, machine: Machine) -> float:
+def drain_s(num_params: float, machine: Machine) -> float:
     """Passes over the sums of ``num_params``, once a drain."""
     return DRAIN_BYTES * num_params / machine.device_bytes_per_s.value
 

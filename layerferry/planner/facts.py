@@ -20,14 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layerferry.engine.sizes import pieces_of
 from layerferry.layout import WEIGHT_PLANE, Plane
 from layerferry.models.embedding import EmbeddingTap
 from layerferry.models.graph import tensors_in
 from layerferry.models.inputs import Inputs
 from layerferry.models.skeleton import Skeleton
 from layerferry.models.stack import LayerCall
+from layerferry.plan import Plan
 from layerferry.planner.flops import Flops
-from layerferry.units import Unit
+from layerferry.units import Part, Piece, Unit
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +80,8 @@ class Model:
     isolated_mask_bytes: int
     """The same for packed rows that must not see each other."""
     has_linear_head: bool
+    undividable: str | None
+    """Why the ends can only be fed whole; None where they can be fed in parts."""
     num_below: int = 0
     """Layers below everything that is trained: no graph, no backward."""
 
@@ -110,6 +114,19 @@ class Model:
     def tied(self) -> bool:
         return sum(not unit.is_layer for unit in self.units) == 1
 
+    def pieces_of_ends(self, plan: Plan) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+        """What of the prologue, and of the head, travels at a time; the same twice where they are one unit."""
+        return pieces_of(self.units[0], plan), pieces_of(self.units[0 if self.tied else -1], plan)
+
+    def head_rows(self, plan: Plan) -> int:
+        """Rows of the vocabulary that the head has @device at a time."""
+        _, head = self.pieces_of_ends(plan)
+        return (
+            self.vocab_size
+            if len(head) == 1
+            else max(len(rows) for part in head if isinstance(part, Part) for rows in part.rows.values())
+        )
+
     @property
     def boundary(self) -> int:
         """Bytes per token of hidden states."""
@@ -138,6 +155,7 @@ class Model:
             mask_bytes=compute_bytes if eager else 0,
             isolated_mask_bytes=compute_bytes if eager else 1,
             has_linear_head=skeleton.head is not None,
+            undividable=skeleton.undividable,
             num_below=skeleton.reach.num_below,
         )
 

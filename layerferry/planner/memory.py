@@ -12,7 +12,8 @@ layers, D hidden):
   cost nothing;
 - forward: the peak is in a layer's last micro-batch, on top of what all before have kept: ``forward_peak`` minus that
   micro-batch's own ``kept``;
-- head: everything is kept, gradients of the micro-batches before are there (D each), and one head's working set on top;
+- head: everything is kept, gradients of the micro-batches before are there (D each), and one head's working set on top; of a
+  head in parts, what all micro-batches keep from part to part takes the gradients' place, until they take its;
 - backward: the first micro-batch of a layer is the fullest: everything below is kept, all M gradients are there, and on top
   come this layer's own transients, among them its parameters' gradients in one piece, before they are added to the
   accumulator;
@@ -85,6 +86,8 @@ class Working:
     layers: tuple[LayerBytes, ...]
     head_peak: int
     evaluation_peak: int
+    head_kept: int = 0
+    """What a micro-batch keeps between the parts of a head that is in parts; ``head_peak`` includes it."""
     router_gradients: int = 0
     """Of the load-balancing loss by router logits: they wait for the layers' backward."""
     workspaces: int = 0
@@ -98,6 +101,7 @@ class Working:
             self,
             others=tuple(other.layers for other in others),
             head_peak=max(self.head_peak, *(other.head_peak for other in others)),
+            head_kept=max(self.head_kept, *(other.head_kept for other in others)),
             workspaces=max(self.workspaces, *(other.workspaces for other in others)),
             measured=self.measured and all(other.measured for other in others),
         )
@@ -129,6 +133,7 @@ class Working:
             prologue_kept=scaled(self.prologue_kept, measured.prologue_kept, estimated.prologue_kept),
             layers=layers,
             head_peak=scaled(self.head_peak, measured.head_peak, estimated.head_peak),
+            head_kept=scaled(self.head_kept, measured.head_kept, estimated.head_kept),
             evaluation_peak=scaled(self.evaluation_peak, measured.evaluation_peak, estimated.evaluation_peak),
             router_gradients=scaled(measured.router_gradients, self.prologue_kept, estimated.prologue_kept),
             workspaces=measured.workspaces,
@@ -197,6 +202,7 @@ def buffers(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan) -> tuple[I
     bare = Plan(
         num_slots=plan.num_slots,
         num_slabs=plan.num_slabs,
+        end_parts=plan.end_parts,
         on_device=plan.on_device,
         num_waves=plan.num_waves,
         resident_gradients=plan.resident_gradients,
@@ -208,7 +214,7 @@ def buffers(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan) -> tuple[I
     num_slabs = layers.num_slabs + layers.num_landings
     return (
         Item(what=f"{layers.num_slots} layer slots", place=DEVICE, num_bytes=slots),
-        Item(what="slot of embedding and head", place=DEVICE, num_bytes=own_slot),
+        Item(what=f"slot{'s' * (ends.num_slots > 1)} of embedding and head", place=DEVICE, num_bytes=own_slot),
         Item(what=f"{num_slabs} layer slabs", place=DEVICE, num_bytes=slabs),
         Item(what="slabs of embedding and head", place=DEVICE, num_bytes=own_slab),
         Item(what="gradient accumulators (fp32)", place=DEVICE, num_bytes=layers.accumulator_bytes + ends.accumulator_bytes),
@@ -224,10 +230,12 @@ def activations(model: Model, plan: Plan, shape: Shape, working: Working) -> tup
     logits = working.router_gradients // max(model.num_layers, 1)  # all that stays of a layer that is computed again
     kept = again * logits + sum(layer.kept for layer in layers[again:])
     first = total * working.prologue_kept - (hidden if travels else 0)  # its hidden states leave as well
-    head = max(working.head_peak - gradients // total, _rounded_at_home(model, plan))  # its peak has a gradient in it
-    phases = _phases(layers, [logits] * again, total, gradients, hidden, head)
+    between = total * (working.head_kept + working.router_gradients) if working.head_kept else gradients
+    head = max(working.head_peak - between // total, _rounded_at_home(model, plan))  # its peak has a micro-batch's share in it
+    phases = _phases(layers, [logits] * again, total, gradients, hidden)
+    phases["head and loss"] = Phase(hidden if again else 0, between, head)
     if shape.evaluates:
-        alive = gradients + total * working.prologue_kept + working.evaluation_peak
+        alive = gradients + total * (working.prologue_kept + working.head_kept) + working.evaluation_peak
         phases["head of an evaluation"] = Phase(0, 0, alive - total * kept - first)
     name = max(phases, key=lambda name: phases[name].total)
     phase = phases[name]
@@ -261,7 +269,7 @@ def _rounded_at_home(model: Model, plan: Plan) -> int:
     return 0 if model.tied or head.index not in plan.on_device else head.num_trained * model.compute_bytes
 
 
-def _phases(layers: list[LayerBytes], again: list[int], total: int, gradients: int, hidden: int, head: int) -> dict[str, Phase]:
+def _phases(layers: list[LayerBytes], again: list[int], total: int, gradients: int, hidden: int) -> dict[str, Phase]:
     """Relative to everything kept; ``again``: what stays of each of the first layers, which are computed again."""
     first, others = layers[: len(again)], layers[len(again) :]
     everything = total * (sum(again) + sum(layer.kept for layer in others))
@@ -279,7 +287,6 @@ def _phases(layers: list[LayerBytes], again: list[int], total: int, gradients: i
         backward = max(backward, below + layer.backward_peak - everything)
     return {
         "forward of a layer": Phase(waiting + LEAVING * waiting // total, 0, forward),
-        "head and loss": Phase(waiting, gradients, head),
         "backward of a layer": Phase(waiting, gradients, backward),
         "backward of a layer, computed again": Phase(0, gradients, rebuilt),
     }
@@ -305,7 +312,8 @@ def estimate(model: Model, plan: Plan, shape: Shape) -> Working:
         prologue_kept=_prologue_bytes(model, plan, shape),
         layers=tuple(layers),
         head_peak=_head_bytes(model, plan, shape),
-        evaluation_peak=min(plan.chunk_tokens, tokens) * model.vocab_size * (4 + 4 + model.compute_bytes),
+        head_kept=_head_kept(model, plan, shape),
+        evaluation_peak=min(plan.chunk_tokens, tokens) * model.head_rows(plan) * (4 + 4 + model.compute_bytes),
     )
 
 
@@ -318,12 +326,23 @@ def _prologue_bytes(model: Model, plan: Plan, shape: Shape) -> int:
     return tokens * per_token + places * (8 + model.rotary_width * model.compute_bytes)
 
 
+def _head_kept(model: Model, plan: Plan, shape: Shape) -> int:
+    """Normed rows, the fp32 sum of their gradient, places, labels, log-sums; 0 for a whole head."""
+    if model.head_rows(plan) == model.vocab_size:
+        return 0
+    return tokens_of(plan, shape) * (model.hidden_size * (model.compute_bytes + 4) + 24)
+
+
 def _head_bytes(model: Model, plan: Plan, shape: Shape) -> int:
     """Working set of final norm, head and loss for one micro-batch whose tokens all carry loss, its gradient included."""
     tokens = tokens_of(plan, shape)
     chunk = min(plan.chunk_tokens, tokens)
     widths = model.hidden_size * model.compute_bytes
-    logits = chunk * model.vocab_size
+    logits = chunk * model.head_rows(plan)
+    if kept := _head_kept(model, plan, shape):
+        # two passes over each part's logits; then gradient, chosen rows, the norm's graph and its backward
+        of_logits = FUSED_LOGITS * model.compute_bytes if shape.fused_head else 12
+        return kept + max(of_logits * logits, tokens * (4 * widths + 16 * model.hidden_size))
     if shape.fused_head and model.has_linear_head:
         # gradient, chosen rows, normed rows, their gradient; the norm's graph (fp32 input and the bf16 one)
         rows = tokens * (5 * widths + 4 * model.hidden_size + 16)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from layerferry.config import Config
+from layerferry.errors import PlanError
 from layerferry.layout import PlaneSpec
 from layerferry.plan import Plan, Seconds
 from layerferry.planner.compute import with_update_rate
@@ -27,8 +28,8 @@ HOST_RESERVE = 0.02
 ROW_MULTIPLE = 8
 """Rows are padded to a multiple of this many tokens (data/batches.py)."""
 
-Key = tuple[float, int, int, bool]
-"""(activation budget, rows, chunk tokens, compiled): what a measurement of activations depends on."""
+Key = tuple[float, int, int, bool, int]
+"""(activation budget, rows, chunk tokens, compiled, parts of the ends): what a measurement of activations depends on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,7 @@ class Pins:
     host_inputs: int | None
     num_slots: int | None
     num_slabs: int | None
+    end_parts: int | None
     compile: bool | None
     optimizer_threads: int | None
 
@@ -57,6 +59,7 @@ class Pins:
             host_inputs=engine.host_inputs,
             num_slots=engine.num_slots,
             num_slabs=engine.num_slabs,
+            end_parts=engine.end_parts,
             compile=engine.compile,
             optimizer_threads=engine.optimizer_threads,
         )
@@ -99,21 +102,25 @@ class Problem:
         return own.beside(others) if others else own
 
     def _corrected(self, plan: Plan) -> Working:
-        """The estimate; where the same budget was measured for other rows or chunks, times what that estimate was off."""
+        """The estimate; where the same budget was measured for other rows, chunks or parts, times what that estimate was off."""
         guess = estimate(self.model, plan, self.shape)
-        for (budget, rows, chunk, compiled), measured in self.measured.items():
+        for (budget, rows, chunk, compiled, parts), measured in self.measured.items():
             if (budget, compiled) == (plan.activation_budget, plan.compile):
-                other = estimate(self.model, replace(plan, micro_batch_rows=rows, chunk_tokens=chunk), self.shape)
+                then = replace(plan, micro_batch_rows=rows, chunk_tokens=chunk, end_parts=parts)
+                other = estimate(self.model, then, self.shape)
                 return guess.times(measured, other)
         return guess
 
 
 def key_of(plan: Plan) -> Key:
-    return (plan.activation_budget, plan.micro_batch_rows, plan.chunk_tokens, plan.compile)
+    return (plan.activation_budget, plan.micro_batch_rows, plan.chunk_tokens, plan.compile, plan.end_parts)
 
 
 def problem(model: Model, specs: Mapping[str, PlaneSpec], machine: Machine, config: Config, row_tokens: int) -> Problem:
-    """The question that ``config`` asks, with full rows of ``row_tokens``."""
+    """The question that ``config`` asks, with full rows of ``row_tokens``. Raises ``PlanError`` for a pin that cannot be kept."""
+    pinned = config.engine.end_parts or 1
+    if pinned > 1 and model.undividable is not None:
+        raise PlanError(f"end_parts: {pinned}: {model.name}: {model.undividable}: end_parts: 1 feeds the ends whole")
     train, data = config.train, config.data
     packed = data.neat_packing or (data.packing if data.packing is not None else train.stage == "pt")
     shape = Shape(

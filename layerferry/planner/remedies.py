@@ -18,7 +18,18 @@ from layerferry.planner.problem import Problem, needs
 from layerferry.planner.search import search
 
 SHORTEST_ROW = 128
-_PINNABLE = ("activation_budget", "micro_batch_rows", "num_waves", "host_inputs", "num_slots", "num_slabs", "compile")
+ROUNDED = 2**30 // 10
+"""Budgets that are named are multiples of this many bytes."""
+_PINNABLE = (
+    "activation_budget",
+    "micro_batch_rows",
+    "num_waves",
+    "host_inputs",
+    "num_slots",
+    "num_slabs",
+    "end_parts",
+    "compile",
+)
 
 
 def shortfall(question: Problem, plan: Plan) -> str:
@@ -42,6 +53,8 @@ def _remedies(question: Problem, plan: Plan) -> Iterator[str]:
     if _planes_fit(question, plan):
         yield from _unpinned(question)
         yield from _shorter_rows(question)
+    if short == {DEVICE}:
+        yield from _larger_device(question, places[DEVICE][0])
     if HOST in short:
         yield from _smaller_model(question, plan)
     for place in sorted(short):
@@ -80,6 +93,14 @@ def _unpinned(question: Problem) -> Iterator[str]:
         plan, found = search(replace(question, pins=replace(question.pins, **{name: None})))
         if found:
             yield f"{name}: {_value(getattr(plan, name))} instead of {_value(pinned)} fits ({_totals(question, plan)})"
+
+
+def _larger_device(question: Problem, needed: int) -> Iterator[str]:
+    """The least device memory that is enough: what the plan that is least short needs."""
+    enough = -(-needed // ROUNDED) * ROUNDED
+    machine = replace(question.machine, device_available=enough, device_source="device_memory")
+    if search(replace(question, machine=machine))[1]:
+        yield f"device_memory: {size_text(enough)} is the least that is enough"
 
 
 def _shorter_rows(question: Problem) -> Iterator[str]:

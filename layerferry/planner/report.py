@@ -127,12 +127,17 @@ def _choices(plan: Plan, pins: Pins) -> str:
         ("on_device", str(len(plan.on_device)), "units whose planes live @device: nothing of them travels"),
         ("num_slots", str(plan.num_slots), "device buffers for layer weights that travel"),
         ("num_slabs", str(plan.num_slabs), "device buffers that gradients leave from"),
+        ("end_parts", str(plan.end_parts), _parts(plan)),
         ("compile", str(plan.compile).lower(), "torch.compile" if plan.compile else "eager"),
         ("optimizer_threads", str(plan.optimizer_threads), "AdamW on the CPU, beside the next forward"),
         ("chunk_tokens", str(plan.chunk_tokens), "tokens whose logits exist at once"),
     ]
     lines = [f"  {name:<18} {value:>6}  {'pinned ' if name in pins else 'planner'}  {text}" for name, value, text in rows]
     return "\n".join(["choices", *lines])
+
+
+def _parts(plan: Plan) -> str:
+    return "embedding and head travel whole" if plan.end_parts == 1 else "embedding and head travel in parts; logits twice"
 
 
 def _waves(plan: Plan) -> str:

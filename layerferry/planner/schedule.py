@@ -10,6 +10,7 @@ whatever the compute lane stands still for is booked on updates or on copies. Tw
 
 Kept inputs go down and come back micro-batch by micro-batch, at most ``LEAVING`` and ``LANDINGS`` at a time: over a layer, the
 slower of compute and copies sets the pace.
+Ends in parts share two slots, which ``EndSlots`` fills as the feed does.
 
 The host is taken to run ahead of the device. Of many waves the third stands for those between it and the last. Checked by
 ``tests/planner/test_schedule.py`` against closed forms and by measured rows.
@@ -21,17 +22,16 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from layerferry.engine.sizes import LANDINGS, LEAVING
-
-_PROLOGUE, _HEAD = -1, -2
+from layerferry.engine.sizes import LANDINGS, LEAVING, PART_BUFFERS
+from layerferry.planner.end_slots import EndSlots, head_part, prologue_part, uses_of_ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Seconds of one unit: compute of a micro-batch, one drain's passes, one update, one copy each way."""
+    """Seconds of one unit or part: compute of a micro-batch, one drain's passes, one update, one copy each way."""
 
     forward: float
-    """Of the head: forward and backward, which are one."""
+    """Of a whole head: forward and backward, which are one; of a part of it: its pass for the loss."""
     backward: float
     drain: float
     update: float
@@ -60,11 +60,12 @@ class Waits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """One step. ``tied``: prologue and head are one unit, whose update and copies are those of ``prologue``."""
+    """One step. Prologue and head are a piece each, or parts. ``tied``: they are one unit, whose update and copies are those of
+    ``prologue``."""
 
-    prologue: Piece
+    prologue: Sequence[Piece]
     layers: Sequence[Piece]
-    head: Piece
+    head: Sequence[Piece]
     tied: bool
     waves: Sequence[float]
     """Micro-batches of each."""
@@ -101,41 +102,47 @@ class _Ring:
 
 
 class _Run:
-    """The lanes' clocks. A unit is known by its index here: layers from 0, the prologue -1, the head -2."""
+    """The lanes' clocks. A unit is known by its index here: layers from 0, parts of the ends below 0."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.num_slots = max(program.num_slots, 1)
         self.travelling = [index for index, layer in enumerate(program.layers) if not layer.home]
         self.below = sum(index < program.num_below for index in self.travelling)
-        head = _PROLOGUE if program.tied else _HEAD
-        self.ends_shared = not program.tied and not program.prologue.home and not program.head.home
-        self.head_unit = head
+        self.first = [prologue_part(number) for number in range(len(program.prologue))]
+        self.head = self.first if program.tied else [head_part(number) for number in range(len(program.head))]
+        of_ends = PART_BUFFERS if max(len(self.first), len(self.head)) > 1 else 1
+        self.end_slots, self.num_end_slots = EndSlots(of_ends), of_ends
         self.compute, self.upload, self.download = program.home_step_s, 0.0, 0.0
         self.found = Waits()
         self.updated: dict[int, float] = {}
         self.arrived: dict[int, float] = {}
         self.drained: dict[int, float] = {}
         self.landed: dict[int, tuple[float, _Ring, int]] = {}
-        self.end_slot = self.input_arrival = 0.0
-        self.leaving = {True: _Ring(program.num_slabs), False: _Ring(1)}
-        self.landing = {True: _Ring(2), False: _Ring(1)}
+        self.input_arrival = 0.0
+        self.leaving = {True: _Ring(program.num_slabs), False: _Ring(of_ends)}
+        self.landing = {True: _Ring(2), False: _Ring(of_ends)}
         self.expected: deque[int] = deque()
+        self.held_back: list[tuple[int, float]] | None = None
         self._begin_updates()
 
     def piece(self, unit: int) -> Piece:
-        program = self.program
-        return program.layers[unit] if unit >= 0 else program.prologue if unit == _PROLOGUE else program.head
+        if unit >= 0:
+            return self.program.layers[unit]
+        number, of_head = divmod(-1 - unit, 2)
+        return (self.program.head if of_head else self.program.prologue)[number]
 
     def _begin_updates(self) -> None:
         """One worker, in next-use order; an update waits for the gradient, and the first unit's is the last to come down."""
-        order = [_PROLOGUE, *range(len(self.program.layers)), *([] if self.program.tied else [_HEAD])]
-        trained = [unit for unit in order if self.piece(unit).trained]
-        clock = 0.0 if not trained or self.piece(trained[0]).home else self.piece(trained[0]).send
-        for unit in trained:
-            if not self.piece(unit).home:
-                clock += self.piece(unit).update
-                self.updated[unit] = clock
+        layers = [[index] for index in range(len(self.program.layers))]
+        order = [self.first, *layers, *([] if self.program.tied else [self.head])]
+        trained = [pieces for pieces in order if self.piece(pieces[0]).trained]
+        last_down = trained[0][-self.num_end_slots :] if trained else []
+        clock = sum(self.piece(piece).send for piece in last_down if not self.piece(piece).home)
+        for pieces in trained:
+            if not self.piece(pieces[0]).home:
+                clock += sum(self.piece(piece).update for piece in pieces)
+                self.updated |= dict.fromkeys(pieces, clock)
 
     # ---------------------------------------------------------------- one wave
 
@@ -143,12 +150,8 @@ class _Run:
         slots, travelling = self.num_slots, self.travelling
         carry = not first and not self.program.resident_gradients
         coming = self._begin_wave(first=first)
-        self._feed(_PROLOGUE)
-        self.compute += micro_batches * self.program.prologue.forward
-        if self.ends_shared:
-            self.end_slot = self.compute
-            if not first:
-                self._send_up(_HEAD, after=self.end_slot)
+        for unit in reversed(self.first):
+            self._use_end(unit, micro_batches * self.piece(unit).forward)
         place = 0
         for index, layer in enumerate(self.program.layers):
             if layer.home:
@@ -159,8 +162,7 @@ class _Run:
             if coming:
                 self._send_up(coming.popleft(), after=self.compute)
             place += 1
-        if first and not self.program.tied:
-            self._send_up(_HEAD, after=self.end_slot)
+        self._let_go()
         self._expect_inputs()
         if carry:
             self._expect()
@@ -178,9 +180,11 @@ class _Run:
             self._send_down(index, last=last)
             if place - slots >= self.below:
                 self._send_up(travelling[place - slots], after=self.compute)
-        if not self.program.tied:
-            self._take_up(_PROLOGUE, carry=carry)
-        self._send_down(_PROLOGUE, last=last)
+        for unit in self.first:
+            if not self.program.tied:
+                self._take_up(unit, carry=carry)
+            self.compute += micro_batches * self.piece(unit).backward
+            self._send_down(unit, last=last)
 
     def _forward(self, layer: Piece, micro_batches: float) -> None:
         """The last micro-batch begins when all but ``LEAVING`` of the inputs are down."""
@@ -214,10 +218,12 @@ class _Run:
             self.upload = max(self.input_arrival, self.compute) + (LANDINGS - 1) * one
 
     def _begin_wave(self, *, first: bool) -> deque[int]:
-        """What the slots hold stays from wave to wave; a new step uploads everything, in the order of updates. Returns the layers
-        whose uploads wait for a slot."""
-        if first or self.ends_shared:
-            self._send_up(_PROLOGUE, after=self.end_slot)
+        """What the slots hold stays from wave to wave; a new step uploads everything, in the order of updates: the head last.
+        Returns the layers whose uploads wait for a slot."""
+        self.held_back = [] if first else None
+        home = {"prologue_home": self.program.prologue[0].home, "head_home": self.piece(self.head[0]).home}
+        uses = uses_of_ends(len(self.first), len(self.head), tied=self.program.tied, **home)
+        self._begin_uploads(self.end_slots.expect(uses))
         if not first and not self.below:
             return deque(self.travelling[self.num_slots :])
         coming = self.travelling if first else self.travelling[: self._missed_after_a_wave()]
@@ -231,15 +237,40 @@ class _Run:
         missed_below = max(count - self.below - self.num_slots, 0)
         return min(count, 2 * max(count - self.num_slots, 0) - missed_below)
 
+    def _begin_uploads(self, begun: list[tuple[int, float]]) -> None:
+        for unit, free in begun:
+            if self.held_back is not None and unit not in self.first:
+                self.held_back.append((unit, free))
+            else:
+                self._send_up(unit, after=free)
+
+    def _let_go(self) -> None:
+        waiting, self.held_back = self.held_back or [], None
+        self._begin_uploads(waiting)
+
+    def _use_end(self, unit: int, seconds: float) -> None:
+        """One use of an end's slot; the drain of a head's part is booked by the caller."""
+        if self.piece(unit).home:
+            self.compute += seconds
+            return
+        self._feed(unit)
+        self.compute += seconds
+        self._begin_uploads(self.end_slots.used(self.compute))
+
     def _head(self, micro_batches: float, *, carry: bool, last: bool) -> None:
-        if not self.program.tied:
-            self._feed(_HEAD)
-        self._take_up(self.head_unit, carry=carry)
-        self.compute += micro_batches * self.program.head.forward
-        if not self.program.tied:
-            self._send_down(_HEAD, last=last)
-            if self.ends_shared:
-                self.end_slot = self.compute
+        head = self.program.head
+        if len(head) == 1:
+            self._take_up(self.head[0], carry=carry)
+            self._use_end(self.head[0], micro_batches * head[0].forward)
+            if not self.program.tied:
+                self._send_down(self.head[0], last=last)
+            return
+        for unit in self.head:
+            self._use_end(unit, micro_batches * self.piece(unit).forward)
+        for unit in reversed(self.head):
+            self._take_up(unit, carry=carry)
+            self._use_end(unit, micro_batches * self.piece(unit).backward)
+            self._send_down(unit, last=last)
 
     # ---------------------------------------------------------------- lanes
 
@@ -264,7 +295,7 @@ class _Run:
 
     def _expect(self) -> None:
         """Gradients to be carried on, in the order of the backward; the first is on its way."""
-        units = [self.head_unit, *reversed(self.travelling), *([] if self.program.tied else [_PROLOGUE])]
+        units = [*reversed(self.head), *reversed(self.travelling), *([] if self.program.tied else self.first)]
         self.expected = deque(unit for unit in units if self.piece(unit).trained and not self.piece(unit).home)
         self._bring_next()
 

@@ -1,10 +1,10 @@
 """The plan with the fewest predicted seconds that fits; what the user has pinned is kept as it is.
 
-Every combination of micro-batch, waves, activation budget, chunk of logits, slots and slabs, and way of carrying gradients
-is looked at; of the number of units at home @device, and of layers that keep more than the others, only the largest that fits,
-because bytes grow with them and seconds do not. Units go home in the order of their first use: those that stay @host then have
-the longest time for their updates. Of the numbers of layers whose inputs wait @host three are looked at: none, all (but those
-that keep more), and where keeping inputs @device does not fit, the fewest that let it.
+Every combination of micro-batch, waves, activation budget, chunk of logits, slots and slabs, parts of the ends, and way of
+carrying gradients is looked at; of the number of units at home @device, and of layers that keep more than the others, only the
+largest that fits, because bytes grow with them and seconds do not. Units go home in the order of their first use: those that
+stay @host then have the longest time for their updates. Of the numbers of layers whose inputs wait @host three are looked at:
+none, all (but those that keep more), and where keeping inputs @device does not fit, the fewest that let it.
 
 Bytes of a combination are sums of parts that are counted once each (``books.py``). Its seconds are first bounded from below,
 and the engine's program is played (``time.py``) in the order of these bounds until no bound is below the best. One rounding
@@ -19,9 +19,10 @@ import math
 from collections.abc import Collection, Iterator
 from itertools import product
 
+from layerferry.layout import FP32_PLANE
 from layerferry.plan import FREE_BUDGET, Plan
 from layerferry.planner.books import Books, Choice
-from layerferry.planner.problem import Key, Problem, key_of
+from layerferry.planner.problem import Key, Problem, device_budget, key_of
 
 BUDGETS = (1.0, 0.7, 0.3, 0.0)
 RICHER = FREE_BUDGET
@@ -40,6 +41,12 @@ ALL = 1 << 20
 CPU_BUFFERS = ((3, 2), (2, 1))
 BUFFERS = (*CPU_BUFFERS, (4, 2), (6, 2), (ALL, 2))
 """(layer slots, slabs): enough for upload, compute and download at once; the least that still overlaps anything; more."""
+PARTS = 16
+"""Parts of the ends that every combination is tried with: small ones cost hardly more than large ones."""
+FEWER_PARTS = (2, 4, 8)
+"""What the best plan is tried with afterwards."""
+WORTH_PARTS = 0.1
+"""Share of the device that whole ends' buffers must take for parts to be tried: beyond, ends go home."""
 INEXACT = 1.04
 """What a plan with one rounding a wave has its seconds multiplied with where plans are compared."""
 
@@ -51,7 +58,7 @@ def search(question: Problem, keys: Collection[Key] | None = None) -> tuple[Plan
     queue: list[tuple[float, int, Choice]] = []
     nearest: tuple[int, Choice] | None = None
     for number, choice in enumerate(choices(question)):
-        if keys is not None and not all(key_of(level) in keys for level in choice.on(base).levels):
+        if keys is not None and not _is_measured(choice, base, keys):
             continue
         choice, short = books.furnished(choice)
         if short and _may_fill(question, choice) and (filled := books.filled(choice)) is not None:
@@ -61,14 +68,27 @@ def search(question: Problem, keys: Collection[Key] | None = None) -> tuple[Plan
         elif not queue and (nearest is None or short < nearest[0]):
             nearest = (short, choice)
     if queue:
-        return question.complete(_fastest(question, base, queue)), True
+        fastest = _fastest(question, base, queue)
+        others = [other for other in _fewer_parts(question, books, fastest) if keys is None or _is_measured(other, base, keys)]
+        return question.complete(min((fastest, *others), key=lambda one: question.seconds(one.on(base)).step).on(base)), True
     if nearest is None:
         assert keys is not None, "no candidate at all"
         return question.complete(base), False
     return question.complete(nearest[1].on(base)), False
 
 
-def _fastest(question: Problem, base: Plan, queue: list[tuple[float, int, Choice]]) -> Plan:
+def _is_measured(choice: Choice, base: Plan, keys: Collection[Key]) -> bool:
+    return all(key_of(level) in keys for level in choice.on(base).levels)
+
+
+def _fewer_parts(question: Problem, books: Books, choice: Choice) -> list[Choice]:
+    """``choice`` with larger parts of the ends, where they fit."""
+    if choice.parts == 1 or question.pins.end_parts:
+        return []
+    return [other for parts in FEWER_PARTS if not books.short(other := choice._replace(parts=parts))]
+
+
+def _fastest(question: Problem, base: Plan, queue: list[tuple[float, int, Choice]]) -> Choice:
     """Of choices with lower bounds of their seconds."""
     heapq.heapify(queue)
     best, fastest = float("inf"), queue[0][2]
@@ -77,7 +97,7 @@ def _fastest(question: Problem, base: Plan, queue: list[tuple[float, int, Choice
         cost = question.seconds(choice.on(base)).step * _handicap(question, choice)
         if cost < best:
             best, fastest = cost, choice
-    return fastest.on(base)
+    return fastest
 
 
 def is_exact(plan: Plan) -> bool:
@@ -110,14 +130,15 @@ def choices(question: Problem) -> Iterator[Choice]:
         budgets, richer = (pins.activation_budget,), 0.0
     pinned_inputs = min(pins.host_inputs or 0, question.model.num_layers)
     rows_choices = [pins.micro_batch_rows] if pins.micro_batch_rows else _row_choices(question)
-    buffer_choices = _buffer_choices(question)
+    buffer_choices, parts_choices = _buffer_choices(question), _parts_choices(question)
     for rows in rows_choices:
         chunks = _chunk_choices(question, min(rows, shape.rows_per_step) * shape.row_tokens)
         for waves in _wave_choices(question, rows, last=rows == min(rows_choices)):
             carries = ((False, False),) if waves == 1 else CARRIES
-            for budget, chunk, (slots, slabs), (resident, carry) in product(budgets, chunks, buffer_choices, carries):
+            kinds = product(parts_choices, budgets, chunks, buffer_choices, carries)
+            for parts, budget, chunk, (slots, slabs), (resident, carry) in kinds:
                 if not (carry and question.fp32):
-                    choice = Choice(rows, waves, budget, chunk, slots, slabs, resident, carry, inputs=pinned_inputs)
+                    choice = Choice(rows, waves, budget, chunk, slots, slabs, resident, carry, parts, inputs=pinned_inputs)
                     yield from _with_richer(choice, richer)
                     if budget == max(budgets) and _may_travel(question):
                         yield from _with_richer(choice._replace(budget=richer, inputs=question.model.num_layers), richer)
@@ -145,6 +166,15 @@ def _buffer_choices(question: Problem) -> list[tuple[int, int]]:
     pins, known = question.pins, CPU_BUFFERS if question.machine.is_cpu else BUFFERS
     choices = [(pins.num_slots or min(slots, question.model.num_layers), pins.num_slabs or slabs) for slots, slabs in known]
     return list(dict.fromkeys(choices))
+
+
+def _parts_choices(question: Problem) -> list[int]:
+    model, pinned = question.model, question.pins.end_parts
+    if pinned:
+        return [pinned]
+    ends = sum(unit.layout.bytes(FP32_PLANE) for unit in model.units if not unit.is_layer)
+    worth = model.undividable is None and ends > WORTH_PARTS * device_budget(question.machine)
+    return [1, PARTS] if worth else [1]
 
 
 def _row_choices(question: Problem) -> list[int]:

@@ -9,16 +9,19 @@ the sum. Checked by ``tests/planner/test_time.py`` (upload counts against the en
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
-from layerferry.engine.sizes import micro_batches_of_wave
+from layerferry.engine.sizes import PART_BUFFERS, micro_batches_of_wave
 from layerferry.layout import GRAD, WEIGHT, PlaneSpec
 from layerferry.plan import Plan, Seconds
 from layerferry.planner import compute
+from layerferry.planner.end_slots import EndSlots, head_part, prologue_part, uses_of_ends
 from layerferry.planner.facts import Model
 from layerferry.planner.machine import Machine
 from layerferry.planner.memory import Shape, plan_specs, tokens_of, unit_bytes
 from layerferry.planner.schedule import Piece, Program, waits
+from layerferry.units import Piece as UnitPiece
 
 
 def seconds(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Shape, machine: Machine) -> Seconds:
@@ -67,7 +70,7 @@ def compute_s(model: Model, plan: Plan, shape: Shape, machine: Machine) -> float
     """The compute lane's work: micro-batches, drains, and updates @device."""
     own = compute.pace(model, plan, shape, machine)
     micro_batches = shape.rows_per_step / min(plan.micro_batch_rows, shape.rows_per_step)
-    total = micro_batches * (own.head + sum(map(sum, compute.layer_paces(model, plan, shape, machine))))
+    total = micro_batches * (own.ends + sum(map(sum, compute.layer_paces(model, plan, shape, machine))))
     if machine.is_cpu:
         return total
     home = sum(model.units[index].num_trained for index in plan.on_device)
@@ -103,31 +106,36 @@ def program(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Sha
 
     one_input = tokens_of(plan, shape) * model.boundary
 
-    def piece(index: int, forward: float, backward: float, *, travels: bool = False) -> Piece:
-        trained = model.units[index].num_trained
+    def piece(index: int, forward: float, backward: float, share: float = 1.0, *, travels: bool = False) -> Piece:
+        trained = share * model.units[index].num_trained
         return Piece(
-            forward=forward,
-            backward=backward,
+            forward=share * forward,
+            backward=share * backward,
             drain=compute.drain_s(trained, machine),
             update=trained * machine.optimizer_s_per_param.value,
-            upload=weights[index] / up,
-            bring=grads[index] / up,
-            send=grads[index] / down,
+            upload=share * weights[index] / up,
+            bring=share * grads[index] / up,
+            send=share * grads[index] / down,
             home=index in home,
             trained=trained > 0,
             input_down=one_input / down if travels else 0.0,
             input_up=one_input / up if travels else 0.0,
         )
 
+    def end(pieces: Sequence[UnitPiece], forward: float, backward: float) -> list[Piece]:
+        """Each part with its share of the whole."""
+        shares = [piece(one.index, forward, backward, one.layout.numel / one.unit.numel) for one in pieces]
+        return [replace(share, trained=one.num_trained > 0) for share, one in zip(shares, pieces, strict=True)]
+
     layers = [unit.index for unit in model.units if unit.is_layer]
-    first, last = model.units[0], next(unit for unit in reversed(model.units) if not unit.is_layer)
+    first, last = model.pieces_of_ends(plan)
     return Program(
-        prologue=piece(first.index, 0.0, 0.0),
+        prologue=end(first, *own.embedding),
         layers=[
             piece(index, *paces, travels=model.num_below <= number < plan.host_inputs)
             for number, (index, paces) in enumerate(zip(layers, compute.layer_paces(model, plan, shape, machine), strict=True))
         ],
-        head=piece(last.index, own.head, 0.0),
+        head=end(last, *((own.head, 0.0) if len(last) == 1 else (own.look, own.head - own.look))),
         tied=model.tied,
         waves=waves,
         num_slots=plan.num_slots,
@@ -161,7 +169,23 @@ def uploaded_bytes(model: Model, plan: Plan, specs: Mapping[str, PlaneSpec]) -> 
         if unit.index not in home
     ]
     layers = [num_bytes for unit, num_bytes in travelling if unit.is_layer]
-    ends = [num_bytes for unit, num_bytes in travelling if not unit.is_layer]
     uploads = layer_uploads(len(layers), travelling_below(model, home), plan.num_slots, plan.num_waves)
     in_layers = uploads * sum(layers) // max(len(layers), 1)
-    return in_layers + sum(ends) * (1 if len(ends) == 1 else plan.num_waves)
+    return in_layers + _uploaded_by_ends(model, plan, specs[WEIGHT])
+
+
+def _uploaded_by_ends(model: Model, plan: Plan, spec: PlaneSpec) -> int:
+    """By playing the uses of their slots; from the second wave on, all are alike."""
+    first, last = model.pieces_of_ends(plan)
+    sizes = {prologue_part(piece.number): piece.layout.bytes(spec) for piece in first}
+    sizes |= {head_part(piece.number): piece.layout.bytes(spec) for piece in last}
+    home = {"prologue_home": first[0].index in plan.on_device, "head_home": last[0].index in plan.on_device}
+    uses = uses_of_ends(len(first), len(last), tied=model.tied, **home)
+    slots = EndSlots(PART_BUFFERS if max(len(first), len(last)) > 1 else 1)
+    by_wave = []
+    for _ in range(min(plan.num_waves, 3)):
+        begun = slots.expect(uses)
+        for _ in uses:
+            begun += slots.used(0.0)
+        by_wave.append(sum(sizes[piece] for piece, _ in begun))
+    return sum(by_wave) + max(plan.num_waves - len(by_wave), 0) * by_wave[-1]

@@ -61,12 +61,13 @@ class CountingBackend(CpuBackend):
 @pytest.mark.parametrize("fp32", [True, False])
 @pytest.mark.parametrize("home", [(), (0, 2)])
 @pytest.mark.parametrize(("waves", "resident", "inputs"), [(1, False, 0), (2, False, 3), (2, True, 0), (1, False, 4)])
+@pytest.mark.parametrize("parts", [1, 3])
 def test_store_and_engine_allocate_what_was_planned(
-    tied: bool, fp32: bool, home: tuple[int, ...], waves: int, resident: bool, inputs: int
+    tied: bool, fp32: bool, home: tuple[int, ...], waves: int, resident: bool, inputs: int, parts: int
 ) -> None:
     built = skeleton("qwen2", tie_word_embeddings=tied, fp32=fp32)
     plan = Plan(fp32=fp32, num_slots=3, num_slabs=2, micro_batch_rows=2, row_tokens=32, rows_per_step=4, on_device=home)
-    plan = replace(plan, resident_gradients=resident, num_waves=waves, host_inputs=inputs)
+    plan = replace(plan, resident_gradients=resident, num_waves=waves, host_inputs=inputs, end_parts=1 if tied else parts)
     backend, optimizer = CountingBackend(), AdamW(kernels=ReferenceKernels())
     planned = items(Model.of(built), specs(), plan, SHAPE)
     store = Store(built.units, plan_specs(specs(), plan), backend, on_device=home)

@@ -15,9 +15,9 @@ END = replace(FREE, forward=0.0, backward=0.0)
 
 def step(layer: Piece = FREE, *, end: Piece = END, **changes: object) -> Waits:
     base = Program(
-        prologue=end,
+        prologue=[end],
         layers=[layer] * LAYERS,
-        head=end,
+        head=[end],
         tied=False,
         waves=[4.0],
         num_slots=3,
@@ -54,7 +54,7 @@ def test_units_at_home_give_the_others_time() -> None:
     slow = replace(FREE, update=4.0)
     layers = [replace(slow, home=True)] * 3 + [slow] * 3
     home_end = replace(END, home=True)
-    assert step(layers=layers, prologue=home_end, head=home_end) == Waits(0.0, 0.0)
+    assert step(layers=layers, prologue=[home_end], head=[home_end]) == Waits(0.0, 0.0)
 
 
 def test_uploads_slower_than_the_forward_set_its_pace() -> None:

@@ -32,12 +32,15 @@ def batches() -> list[MicroBatch]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("waves", [1, 2])
+@pytest.mark.parametrize("waves", [1, 2, 4])
 @pytest.mark.parametrize("slots", [2, 3, 5])
 @pytest.mark.parametrize("home", [(), (0, 1, 2)])
-def test_uploads_are_those_of_the_feed(slots: int, waves: int, tied: bool, home: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+def test_uploads_are_those_of_the_feed(slots: int, waves: int, tied: bool, home: tuple[int, ...], parts: int) -> None:
     built = skeleton("llama", num_hidden_layers=5, tie_word_embeddings=tied)
-    plan = Plan(num_slots=slots, num_waves=waves, micro_batch_rows=1, rows_per_step=4, on_device=home)
+    plan = Plan(
+        num_slots=slots, num_waves=waves, micro_batch_rows=1, rows_per_step=4, on_device=home, end_parts=1 if tied else parts
+    )
     store = Store(built.units, specs(), CpuBackend(), on_device=home)
     engine = Engine(built, store, AdamW(kernels=ReferenceKernels()), CpuBackend(), plan)
     try:
