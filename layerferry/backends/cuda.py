@@ -119,8 +119,13 @@ class CudaBackend:
     def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
         host = source if source.device.type == "cpu" else target
         with torch.cuda.stream(self._streams[lane]):
-            for piece in self._pinning.pieces(host.data_ptr(), host.numel()):
-                target[piece].copy_(source[piece], non_blocking=True)
+            pieces = self._pinning.pieces(host.data_ptr(), host.nbytes)
+            if len(pieces) == 1:
+                target.copy_(source, non_blocking=True)
+                return
+            to, of = (one.view(-1).view(torch.uint8) for one in (target, source))
+            for piece in pieces:
+                to[piece].copy_(of[piece], non_blocking=True)
 
     def record(self, lane: Lane) -> Fence:
         if lane is Lane.HOST:
@@ -195,7 +200,7 @@ class CudaBackend:
     @property
     def is_unified(self) -> bool:
         """Whether the device computes in the host's memory, having none of its own."""
-        return bool(torch.cuda.get_device_properties(self.device).is_integrated)
+        return bool(getattr(torch.cuda.get_device_properties(self.device), "is_integrated", False))
 
     def describe(self) -> str:
         return str(torch.cuda.get_device_name(self.device))
