@@ -60,5 +60,6 @@ docs: $(READY)
 	$(PY) tools/render_keys.py
 	$(PY) tools/render_families.py
 	$(PY) tools/render_memory.py
+	$(PY) tools/render_cards.py
 	$(PY) tools/render_results.py
 	$(PY) tools/draw_idea.py

@@ -162,11 +162,17 @@ def row(name: str) -> str:
 
 
 def skeleton(name: str) -> Skeleton:
+    return of_shape(MODELS[name])
+
+
+def of_shape(shape: tuple[Any, ...]) -> Skeleton:
+    """A model of a published shape on ``meta``."""
     from transformers import CONFIG_MAPPING
 
-    kind, *values = MODELS[name]
+    kind, *values = shape
     sizes = dict(zip(FIELDS, values, strict=False)) | (values[-1] if isinstance(values[-1], dict) else {})
-    model = build_on_meta(CONFIG_MAPPING[kind](**sizes), dtype=torch.bfloat16, attention="sdpa")
+    attention = None if kind == "gpt_oss" else "sdpa"  # its sinks need its own
+    model = build_on_meta(CONFIG_MAPPING[kind](**sizes), dtype=torch.bfloat16, attention=attention)
     return Skeleton(model, decays=decays, device=torch.device("cpu"))
 
 
