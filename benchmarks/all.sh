@@ -39,12 +39,20 @@ run 7b-16k 5 step step --case 7b-16k --model qwen2.5-7b --rows 16 --row-tokens 1
 run 14b-free 10 step step --case 14b-free --model qwen2.5-14b $rows --auto 1
 run 7b-24gib 7 step step --case 7b-24gib --model qwen2.5-7b $rows --auto 1 --device-memory 24
 run 7b-10gib 8 step step --case 7b-10gib --model qwen2.5-7b $rows --auto 1 --device-memory 10
+run 7b-24gib-8k 7 step step --case 7b-24gib-8k --model qwen2.5-7b --rows 16 --row-tokens 8192 --auto 1 --device-memory 24
+run 7b-10gib-8k 8 step step --case 7b-10gib-8k --model qwen2.5-7b --rows 16 --row-tokens 8192 --auto 1 --device-memory 10
+long="--model qwen2.5-7b --rows 1 --auto 1 --steps 1 --warmup 1"
+run 7b-128k 7 step step --case 7b-128k $long --row-tokens 131072
+run 7b-256k 9 step step --case 7b-256k $long --row-tokens 262144
+run 7b-512k 25 step step --case 7b-512k $long --row-tokens 524288
+run 7b-512k-half 13 step step --case 7b-512k-half $long --row-tokens 524288 --layers 14
 run qwen3-30b-a3b 9 step step --case qwen3-30b-a3b --model qwen3-30b-a3b --layers 12 $rows --auto 1
 run gpt-oss-120b 9 step step --case gpt-oss-120b --model gpt-oss-120b --layers 2 $rows --auto 1
 
 # What limits them.
 run layer 6 layer layer --model qwen2.5-7b --row-tokens 1024 --micro-batch-rows 16,32 --budgets 0,0.1,0.3,0.5,0.7,1
 run head 2 head head --model qwen2.5-7b --rows 32 --row-tokens 1024 --chunk-tokens 2048,4096,8192,16384
+run attention 4 attention attention --row-tokens 1024,8192,32768,131072,262144 --kernels default,cudnn,flash
 run link 1 link link
 run adamw 2 adamw adamw --params 100e6 --threads 16 --format adamw,adamw_8bit,adamw_8bit-bf16,adamw-bf16,lion,lion_8bit,sgd
 run pages 2 pages pages --params 400e6 --threads 16

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attention import AttentionShape, attention_seconds
 from rows import Steps, emit, is_done, options, packed_batches, random_batches, resident_bytes, say, step_row
 from shapes import config_of
 
@@ -28,7 +29,7 @@ from layerferry.backends import make
 from layerferry.config import Config, DataConfig, EngineConfig, ModelConfig, OptimConfig, TrainConfig
 from layerferry.engine.batch import MicroBatch
 from layerferry.engine.engine import Engine
-from layerferry.plan import GIB, Plan
+from layerferry.plan import FREE_BUDGET, GIB, Plan
 from layerferry.planner import calibrate
 from layerferry.planner.facts import Model
 from layerferry.planner.flops import flops_per_token
@@ -53,6 +54,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=float, default=1.0, help="share of activations kept")
     parser.add_argument("--richer-layers", type=int, default=0, help="of the last layers, more is kept")
     parser.add_argument("--richer-budget", type=float, default=0.7, help="share of activations that those keep")
+    parser.add_argument("--host-inputs", type=int, default=0, help="layers whose inputs wait @host, and which are computed again")
+    parser.add_argument("--mlp-chunk-tokens", type=int, default=0, help="tokens that token-wise parts see at a time; 0: all")
+    parser.add_argument("--kept-attention", type=int, default=0, help="layers whose attention is not computed again")
     parser.add_argument("--slots", type=int, default=3)
     parser.add_argument("--slabs", type=int, default=2)
     parser.add_argument("--end-parts", type=int, default=1, help="parts in which embedding and head travel")
@@ -66,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--master-weights", default="auto", help="fp32, 24bit or bf16; auto: what the format likes")
     parser.add_argument("--threads", type=int, default=0, help="optimizer threads; 0: cores - 2")
     parser.add_argument("--settle", type=int, default=0, help="1: every step waits for its own updates (an ablation)")
+    parser.add_argument("--split-from", type=int, default=32768, help="rows from here on say how much of a step is attention")
     parser.add_argument("--steps", type=int, default=5, help="counted steps, after the warm-up")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--no-compile", action="store_true")
@@ -108,6 +113,9 @@ def plan_of(args: argparse.Namespace, on_cuda: bool) -> Plan:
         activation_budget=args.budget,
         richer_layers=args.richer_layers,
         richer_budget=args.richer_budget,
+        host_inputs=args.host_inputs,
+        mlp_chunk_tokens=args.mlp_chunk_tokens,
+        kept_attention=args.kept_attention,
         compile=on_cuda and not args.no_compile,
         chunk_tokens=args.chunk_tokens,
         optimizer_threads=args.threads or max(1, cores - 2),
@@ -174,13 +182,14 @@ def measure(engine: Engine, args: argparse.Namespace, resident: int) -> dict[str
         batches = batches_for(engine, args)
         if number == args.warmup:
             backend.reset_peak()
-        up0, down0, busy0 = engine.feed.uploaded_bytes, engine.drain.drained_bytes, engine.deferred.busy_s
+        (up0, down0), busy0 = moved(engine), engine.deferred.busy_s
         begin = time.perf_counter()
         report = engine.step(batches, lr=1e-5)
         if args.settle:
             engine.settle()
         step_s = time.perf_counter() - begin
-        uploaded, drained = engine.feed.uploaded_bytes - up0, engine.drain.drained_bytes - down0
+        up, down = moved(engine)
+        uploaded, drained = up - up0, down - down0
         if number >= args.warmup:
             seconds.append(step_s)
             real.append(report.num_tokens)
@@ -219,10 +228,36 @@ def measure(engine: Engine, args: argparse.Namespace, resident: int) -> dict[str
         "hidden_size": engine.skeleton.hidden_size,
         "vocab_size": engine.skeleton.vocab_size,
         "settled": bool(args.settle),
+        "kept_inputs_gib": round(engine.kept.host_bytes / GIB, 3),
+        **(split(engine, steps) if args.row_tokens >= args.split_from else {}),
         "sample_tokens": args.sample_tokens or None,
         "optim": args.optim,
     }
     return step_row(steps, own, backend, args)
+
+
+def moved(engine: Engine) -> tuple[int, int]:
+    """Bytes (up, down) since the start."""
+    return engine.feed.uploaded_bytes + engine.kept.returned_bytes, engine.drain.drained_bytes + engine.kept.sent_bytes
+
+
+def split(engine: Engine, steps: Steps) -> dict[str, Any]:
+    """The step's seconds in attention and in the rest. Attention is timed alone, one row of the model's heads, and counts as
+    often as it runs: twice forward where its layer is computed again and it is not kept, and once backward."""
+    plan, text = engine.plan, engine.skeleton.config.get_text_config()
+    heads = int(text.num_attention_heads)
+    shape = AttentionShape(
+        tokens=steps.row_tokens,
+        heads=heads,
+        kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+        head_size=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+    )
+    forward, backward = attention_seconds(engine.backend, shape, "default", repeats=1)
+    budgets = plan.layer_budgets(steps.layers)
+    again = sum(budget < FREE_BUDGET or index < plan.num_rebuilt(steps.layers) for index, budget in enumerate(budgets))
+    forwards = steps.layers + again - plan.kept_attention
+    attention = plan.rows_per_step * (forwards * forward + steps.layers * backward)
+    return {"attention_s": round(attention, 3), "rest_s": round(statistics.median(steps.seconds) - attention, 3)}
 
 
 def batches_for(engine: Engine, args: argparse.Namespace) -> list[MicroBatch]:

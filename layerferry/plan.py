@@ -93,6 +93,10 @@ class Plan:
     host_inputs: int = 0
     """The first so many layers keep nothing: their inputs wait @host, and the backward computes them again, with the graph of one
     micro-batch at a time, whatever the budget of the others."""
+    mlp_chunk_tokens: int = 0
+    """Tokens of a row that a layer's token-wise parts see at a time; 0: all. Then every layer is computed again."""
+    kept_attention: int = 0
+    """Of the last so many layers, what attention kernels give stays @device and is not computed again; every layer else is."""
     compile: bool = False
     chunk_tokens: int = 4096
     """Tokens whose logits exist at the same time."""
@@ -110,10 +114,14 @@ class Plan:
 
     def layer_budgets(self, num_layers: int) -> tuple[float, ...]:
         """Share of activations that each layer keeps, in layer order."""
-        again = min(self.host_inputs, num_layers)
+        again = self.num_rebuilt(num_layers)
         richer = min(self.richer_layers, num_layers - again)
         own = (self.activation_budget,) * (num_layers - again - richer)
         return (self.rebuilt_budget,) * again + own + (self.richer_budget,) * richer
+
+    def num_rebuilt(self, num_layers: int) -> int:
+        """Layers, from the first on, that leave no graph and are computed again in the backward."""
+        return num_layers if self.mlp_chunk_tokens or self.kept_attention else min(self.host_inputs, num_layers)
 
     @property
     def rebuilt_budget(self) -> float:
@@ -123,9 +131,9 @@ class Plan:
     @property
     def levels(self) -> tuple[Plan, ...]:
         """This plan for each budget in it, alike for all layers: what is measured and timed one by one."""
-        own = replace(self, richer_layers=0, richer_budget=1.0, host_inputs=0)
+        own = replace(self, richer_layers=0, richer_budget=1.0, host_inputs=0, kept_attention=0)
         richer = (self.richer_budget,) if self.richer_layers else ()
-        again = (self.rebuilt_budget,) if self.host_inputs else ()
+        again = (self.rebuilt_budget,) if self.host_inputs or self.mlp_chunk_tokens or self.kept_attention else ()
         return tuple(replace(own, activation_budget=one) for one in dict.fromkeys((self.activation_budget, *richer, *again)))
 
     def total(self, place: str) -> int:
@@ -148,6 +156,8 @@ class Plan:
                 "richer_layers",
                 "richer_budget",
                 "host_inputs",
+                "mlp_chunk_tokens",
+                "kept_attention",
                 "compile",
                 "chunk_tokens",
                 "optimizer_threads",

@@ -75,6 +75,7 @@ def test_packed_rows_are_full_of_samples_that_end_where_positions_restart() -> N
         ("step", [*STEP, "--variants", "slots=1,case=one;layers=2,settle=1,case=two"], 3),
         ("step", [*STEP, "--auto", "1", "--case", "auto"], 1),
         ("step", [*STEP, "--richer-layers", "1", "--budget", "0", "--case", "richer"], 1),
+        ("step", [*STEP, "--host-inputs", "1", "--mlp-chunk-tokens", "8", "--split-from", "16", "--case", "long"], 1),
         ("resident", STEP, 1),
         ("sweep", ["length", "--at", "8,16", *SWEEP], 2),
         ("sweep", ["depth", "--at", "1,2", *SWEEP], 2),
@@ -100,6 +101,7 @@ def test_rows_of_whole_steps(name: str, argv: list[str], cases: int, capsys: pyt
         ("link", ["--chunk-mib", "0.5,1", "--total-mib", "1", "--repeats", "1"], {"way", "pinned", "chunk_mib"}, 12),
         ("layer", ["--row-tokens", "16", "--repeats", "1"], {"model_tflops", "kept_bytes_per_token"}, 2),
         ("head", ["--row-tokens", "16", "--repeats", "1"], {"model_tflops", "call_peak_gib", "path"}, 4),
+        ("attention", ["--row-tokens", "16,32", "--repeats", "1"], {"kernel", "forward_tflops", "backward_tflops"}, 2),
         ("adamw", ["--params", "1e5", "--repeats", "1", "--threads", str(torch.get_num_threads())], {"gb_per_s"}, 2),
         ("adamw", ["--params", "1e5", "--repeats", "1", "--format", "adamw_8bit,lion_8bit,sgd"], {"gb_per_s"}, 6),
         ("pages", ["--params", "1e6", "--repeats", "1", "--threads", str(torch.get_num_threads())], {"resident_share"}, 3),
@@ -117,6 +119,15 @@ def test_each_way_of_the_link_has_its_rates(capsys: pytest.CaptureFixture[str]) 
     rates = {row["way"]: {key for key in row if key.endswith("gb_per_s")} for row in rows_of("link", argv, capsys)}
     up, down = "upload_gb_per_s", "download_gb_per_s"
     assert rates == {"upload": {up}, "download": {down}, "together": {up, down}}
+
+
+def test_long_rows_say_how_much_of_a_step_is_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*STEP, "--device", "cpu", "--host-inputs", "1"]
+    [row] = rows_of("step", [*argv, "--split-from", "16"], capsys)
+    assert row["attention_s"] > 0 and row["attention_s"] + row["rest_s"] == pytest.approx(row["step_s"], abs=2e-3)
+    assert row["kept_inputs_gib"] >= 0 and row["plan"]["host_inputs"] == 1
+    [row] = rows_of("step", argv, capsys)
+    assert "attention_s" not in row
 
 
 def test_a_run_that_broke_off_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

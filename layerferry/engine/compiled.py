@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from layerferry.models.template import Template
+from layerferry.models.token_wise import has_inner_width, run_in_chunks, token_wise_parts
 from layerferry.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -29,10 +30,21 @@ RECOMPILE_LIMIT = 512
 """Graphs of one code object: behaviours x shapes x training or evaluation x budgets, in one process."""
 
 
-def preparer(plan: Plan) -> Callable[[Template, float], None]:
-    """What ``Templates`` does to a new template, given its layer's activation budget, under ``plan``."""
-    if not plan.compile:
-        return _as_it_is
+def preparer(plan: Plan, hidden_size: int) -> Callable[[Template, float], None]:
+    """What ``Templates`` does to a new template, whose weights are there, given its layer's activation budget, under ``plan``."""
+    run = _compiler() if plan.compile else _as_it_is
+
+    def prepare(template: Template, budget: float) -> None:
+        if plan.mlp_chunk_tokens:
+            chunk_parts(template, plan, hidden_size, budget)
+        if plan.kept_attention:
+            template.keep_attention()
+        run(template, budget)
+
+    return prepare
+
+
+def _compiler() -> Callable[[Template, float], None]:
     import torch._dynamo.config as dynamo
 
     dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
@@ -47,6 +59,23 @@ def preparer(plan: Plan) -> Callable[[Template, float], None]:
 
 def _as_it_is(template: Template, budget: float) -> None:
     return None
+
+
+def chunk_parts(template: Template, plan: Plan, hidden_size: int, budget: float) -> None:
+    """The token-wise parts of a layer in chunks; under the compiler only those that are wide inside, the others being fused."""
+    compile_part = functools.partial(torch.compile, backend=budget_backend(budget)) if plan.compile else None
+    for found in token_wise_parts(template.module, hidden_size):
+        if plan.compile and not has_inner_width(found.part, hidden_size):
+            continue
+        if found.reason:
+            _say_once(f"{type(template.module).__name__}.{found.name} is not run in chunks of tokens: {found.reason}")
+        else:
+            run_in_chunks(found.part, plan.mlp_chunk_tokens, compile_part)
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    log.warning("%s", line)
 
 
 class CompiledLayer:

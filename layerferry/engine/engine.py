@@ -111,13 +111,19 @@ class Engine:
         self.drain = Drain(backend, self.clock, store, slab_pools(store, sizes, backend, plan))
         self._slots = [slot for pool in set(slots.values()) for slot in pool.slots]
         budgets = plan.layer_budgets(len(skeleton.layer_units))
-        templates = Templates(skeleton, preparer(plan), budgets)
+        templates = Templates(skeleton, preparer(plan, skeleton.hidden_size), budgets)
         lanes = (skeleton, backend, self.feed, self.drain)
         first, last = (pieces_of(unit, plan) for unit in (skeleton.prologue_unit, skeleton.epilogue_unit))
         self._head_parts = HeadParts.of(*lanes, plan.chunk_tokens, last)
         if plan.host_inputs and not plan.row_tokens:
             raise PlanError("host_inputs: inputs can only be kept @host where the plan says how long a row is: set row_tokens")
-        self.kept = KeptInputs(backend, self.clock, input_sizes(plan, skeleton.boundary, skeleton.reach.num_below))
+        if plan.kept_attention and not skeleton.has_varlen:
+            raise PlanError(
+                f"kept_attention: the attention of {skeleton.config.model_type} does not come through our interface "
+                "(flash_attn: auto on CUDA), so what it gives cannot be kept: set kept_attention to 0"
+            )
+        depth = (len(skeleton.layer_units), skeleton.reach.num_below)
+        self.kept = KeptInputs(backend, self.clock, input_sizes(plan, skeleton.boundary, *depth))
         self._sweep = Sweep(
             *lanes, self.kept, templates, plan.chunk_tokens, IsolationCheck(), EmbeddingParts.of(*lanes, first), self._head_parts
         )
@@ -265,7 +271,7 @@ class Engine:
 
 
 def _moved(feed: Feed, drain: Drain, kept: KeptInputs) -> int:
-    return feed.uploaded_bytes + drain.drained_bytes + kept.moved_bytes
+    return feed.uploaded_bytes + drain.drained_bytes + kept.sent_bytes + kept.returned_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from layerferry.backends.base import Backend, Fence, Lane
 from layerferry.engine.clock import Clock
 from layerferry.engine.sizes import LANDINGS, LEAVING, InputSizes
 from layerferry.errors import PlanError
+from layerferry.models.attention_outputs import Results
 from layerferry.units import Unit
 
 log = logging.getLogger(__name__)
@@ -58,16 +59,16 @@ class Kept:
     unit: Unit
     shape: torch.Size
     dtype: torch.dtype
-    place: Place
-    wide: Tensor | None = None
-    """The input itself, where it has no room in its place."""
+    place: Place | None
+    here: Tensor | None = None
+    """The input itself, where it stays @device."""
 
 
 class KeptInputs:
     """Owns the places @host and the landings. All calls come from the thread that runs the sweeps."""
 
     def __init__(self, backend: Backend, clock: Clock, sizes: InputSizes) -> None:
-        self._backend, self._clock, self._first = backend, clock, sizes.first_layer
+        self._backend, self._clock, self._sizes = backend, clock, sizes
         self._places = [
             [Place(backend.host_buffer(sizes.input_bytes, travels=True)) for _ in range(sizes.num_micro_batches)]
             for _ in range(sizes.num_layers)
@@ -76,17 +77,24 @@ class KeptInputs:
         self._landings = [Landing(backend.device_buffer(sizes.input_bytes)) for _ in range(count)]
         self._numbers: Sequence[int] = ()
         self._kept: dict[tuple[int, int], Kept] = {}
+        self._attention: dict[tuple[int, int], Results] = {}
         self._leaving: deque[tuple[Tensor, Fence, bool]] = deque()
         self._coming: deque[Kept] = deque()
         self._free: deque[Landing] = deque()
         self._landed: deque[tuple[Landing, Fence]] = deque()
         self._warned = False
-        self.moved_bytes = 0
-        """Bytes that inputs have travelled, both ways, since the start."""
+        self.host_bytes = sizes.host_bytes
+        self.sent_bytes = self.returned_bytes = 0
+        """Bytes of inputs that have gone down, and come back, since the start."""
 
-    def travels(self, layer_index: int) -> bool:
-        """Whether the inputs of this layer live @host."""
-        return 0 <= layer_index - self._first < len(self._places)
+    def rebuilds(self, layer_index: int) -> bool:
+        """Whether this layer is computed again from its input."""
+        return self._sizes.first_layer <= layer_index < self._sizes.num_rebuilt
+
+    def _place(self, layer_index: int, number: int) -> Place | None:
+        """None: the layer's inputs stay @device."""
+        own = layer_index - self._sizes.first_layer
+        return self._places[own][self._numbers.index(number)] if own < len(self._places) else None
 
     def begin(self, numbers: Sequence[int]) -> None:
         """A wave of these micro-batches. What a wave that has failed has left is dropped."""
@@ -103,6 +111,7 @@ class KeptInputs:
         self._landed.clear()
         self._numbers = numbers
         self._kept.clear()
+        self._attention.clear()
         self._coming.clear()
         self._free = deque(self._landings)
         for landing in self._landings:
@@ -118,13 +127,15 @@ class KeptInputs:
         """
         while len(self._leaving) >= LEAVING:
             self._let_go()
-        place = self._places[layer_index - self._first][self._numbers.index(number)]
+        key = (layer_index, number)
         flat = hidden.detach().contiguous().view(-1).view(torch.uint8)
         size = flat.numel()
-        key = (layer_index, number)
-        if size > place.buffer.numel():
+        place = self._place(layer_index, number)
+        if place is not None and size > place.buffer.numel():
             self._warn(unit, size / hidden.numel())
-            self._kept[key] = Kept(unit, hidden.shape, hidden.dtype, place, wide=hidden)
+            place = None
+        if place is None:
+            self._kept[key] = Kept(unit, hidden.shape, hidden.dtype, place, here=hidden)
             return
         self._backend.touch(Lane.COMPUTE, writes=[flat])
         self._backend.wait(Lane.DOWNLOAD, self._backend.record(Lane.COMPUTE))
@@ -134,7 +145,7 @@ class KeptInputs:
         self._kept[key] = Kept(unit, hidden.shape, hidden.dtype, place)
         # the first layer's input may be part of the prologue's graph, which the wave keeps
         self._leaving.append((flat, place.written, layer_index > 0))
-        self.moved_bytes += size
+        self.sent_bytes += size
 
     def _let_go(self) -> None:
         flat, arrived, ours = self._leaving.popleft()
@@ -148,6 +159,12 @@ class KeptInputs:
             log.warning("%s: its input takes %g bytes a value, more than planned, and stays @device", unit.name, width)
             self._warned = True
 
+    def attention_of(self, layer_index: int, number: int) -> Results | None:
+        """Where the results of the layer's attention wait for the backward, @device; None: they are computed again."""
+        if layer_index < self._sizes.first_attention:
+            return None
+        return self._attention.setdefault((layer_index, number), [])
+
     # ---------------------------------------------------------------- up
 
     def expect(self) -> None:
@@ -155,30 +172,30 @@ class KeptInputs:
         first inputs are on their way when this returns."""
         while self._leaving:
             self._let_go()
-        layers = range(self._first, self._first + len(self._places))
+        layers = range(self._sizes.first_layer, self._sizes.first_layer + len(self._places))
         order = [(layer, number) for layer in reversed(layers) for number in self._numbers]
-        self._coming = deque(kept for key in order if (kept := self._kept[key]).wide is None)
+        self._coming = deque(kept for key in order if (kept := self._kept[key]).here is None)
         while self._free and self._coming:
             self._bring_next()
 
     def _bring_next(self) -> None:
         kept, landing = self._coming.popleft(), self._free.popleft()
         place, size = kept.place, kept.shape.numel() * kept.dtype.itemsize
-        assert place.written is not None and landing.free is not None
+        assert place is not None and place.written is not None and landing.free is not None
         self._backend.wait(Lane.UPLOAD, place.written)
         self._backend.wait(Lane.UPLOAD, landing.free)
         with self._clock.span(Lane.UPLOAD, f"{kept.unit.name} input"):
             self._backend.copy(Lane.UPLOAD, landing.buffer[:size], place.buffer[:size])
         self._landed.append((landing, self._backend.record(Lane.UPLOAD)))
-        self.moved_bytes += size
+        self.returned_bytes += size
 
     @contextmanager
     def bring_back(self, layer_index: int, number: int) -> Iterator[Tensor]:
         """The input [B, T, D] @device of what is next in the order of ``expect``, for the compute lane, until the context is
         left."""
         kept = self._kept.pop((layer_index, number))
-        if kept.wide is not None:
-            yield kept.wide
+        if kept.here is not None:
+            yield kept.here
             return
         landing, arrival = self._landed.popleft()
         with self._clock.waiting("link"):

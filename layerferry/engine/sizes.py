@@ -76,7 +76,12 @@ class InputSizes:
     num_layers: int
     num_micro_batches: int
     input_bytes: int
-    first_layer: int = 0
+    first_layer: int
+    """The first whose inputs are kept."""
+    num_rebuilt: int
+    """Layers up to here are computed again; the inputs of those behind ``num_layers`` stay @device."""
+    first_attention: int
+    """From this layer on, what attention gives is kept."""
 
     @property
     def host_bytes(self) -> int:
@@ -87,15 +92,16 @@ class InputSizes:
         return LANDINGS * self.input_bytes if self.num_layers else 0
 
 
-def input_sizes(plan: Plan, boundary: int, num_below: int = 0) -> InputSizes:
+def input_sizes(plan: Plan, boundary: int, num_layers: int, num_below: int = 0) -> InputSizes:
     """``boundary``: bytes of one token's hidden states. ``num_below``: layers that the backward does not come to; of the first
     ``plan.host_inputs`` their inputs are kept nowhere."""
-    if plan.host_inputs <= num_below:
-        return InputSizes(0, 0, 0)
+    again = (num_below, plan.num_rebuilt(num_layers), num_layers - plan.kept_attention)
+    at_host = min(plan.host_inputs, num_layers) - num_below
+    if at_host <= 0:
+        return InputSizes(0, 0, 0, *again)
     rows = min(plan.micro_batch_rows, plan.rows_per_step)
     tokens = rows * -(-plan.row_tokens // PADDING) * PADDING
-    micro_batches = micro_batches_of_wave(plan, plan.rows_per_step)
-    return InputSizes(plan.host_inputs - num_below, micro_batches, tokens * boundary, first_layer=num_below)
+    return InputSizes(at_host, micro_batches_of_wave(plan, plan.rows_per_step), tokens * boundary, *again)
 
 
 def micro_batches_of_wave(plan: Plan, rows_per_step: int) -> int:

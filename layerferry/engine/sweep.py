@@ -135,12 +135,13 @@ class Sweep:
                 if run.micro_batch.isolated:
                     with wave.tape.resolving(unit, slot):
                         self.isolation.check(template, self.skeleton.keys[index], run.micro_batch, run.hidden, run.calls[index])
-                run_layer = wave.tape.forward
-                if self.kept.travels(index):
-                    self.kept.send(unit, index, run.number, run.hidden)
-                    run_layer = wave.tape.pass_on
                 self.backend.seed(seed_of(wave.step_seed, unit.index, run.number))
-                run.hidden = run_layer(unit, run.number, template, run.hidden, run.calls[index])
+                if self.kept.rebuilds(index):
+                    self.kept.send(unit, index, run.number, run.hidden)
+                    with template.recording(self.kept.attention_of(index, run.number)):
+                        run.hidden = wave.tape.pass_on(unit, run.number, template, run.hidden, run.calls[index])
+                else:
+                    run.hidden = wave.tape.forward(unit, run.number, template, run.hidden, run.calls[index])
 
     def _head(self, passes: Sequence[Pass], wave: Wave, accumulator: Plane | None, loss: Tensor) -> Tensor:
         if self.head_parts is not None:
@@ -185,12 +186,12 @@ class Sweep:
     @contextmanager
     def _graph(self, unit: Unit, index: int, run: Pass, template: Template, slot: Slot, wave: Wave) -> Iterator[None]:
         """Inside, the tape has the layer's graph: since the forward, or made again from the input that comes back."""
-        if not self.kept.travels(index):
+        if not self.kept.rebuilds(index):
             yield
             return
         with self.kept.bring_back(index, run.number) as hidden:
             self.backend.seed(seed_of(wave.step_seed, unit.index, run.number))
-            with wave.tape.record(unit, slot):
+            with wave.tape.record(unit, slot), template.answering(self.kept.attention_of(index, run.number)):
                 wave.tape.run_again(unit, run.number, template, hidden, run.calls[index])
             yield
 

@@ -145,7 +145,8 @@ class Tape:
         return graph.outputs[0].detach()
 
     def pass_on(self, unit: Unit, micro_batch: int, template: Template, hidden: Tensor, call: LayerCall) -> Tensor:
-        """``forward`` of a layer that ``run_again`` will run again: the same numbers, and nothing stays but router logits."""
+        """``forward`` of a layer that ``run_again`` will run again: the same numbers, and nothing stays but router logits, and
+        what ``Template.recording`` takes."""
         graph = self._graph(unit, template, hidden, call, checkpointed=False)
         self._passed_on[unit.index, micro_batch] = [logits.detach() for logits in graph.outputs[1:]]
         template.routed.clear()  # they hold the graph

@@ -12,12 +12,14 @@ import copy
 import enum
 import functools
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from layerferry.layout import Plane
+from layerferry.models.attention_outputs import AttentionOutputs, Results
 from layerferry.models.router_balance import RouterBalance
 from layerferry.models.stack import LayerCall, hidden_of
 
@@ -60,6 +62,8 @@ class Template:
         """The layer's forward: the module, or what the compiler made of it."""
         self.routed: list[Tensor] = [] if balance is None else balance.watch(self.module)
         """Router logits of the last call, where a load-balancing loss is wanted."""
+        self.attention: AttentionOutputs | None = None
+        """Where attention is not to be computed twice."""
         self.parameters: list[nn.Parameter] = []
         for entry in plane.layout.entries:
             owner, leaf = _owner(self.module, entry.name)
@@ -78,6 +82,19 @@ class Template:
         for name, (owner, leaf) in self._buffer_owners.items():
             owner._buffers[leaf] = buffers[name]
         return self
+
+    def keep_attention(self) -> None:
+        """From now on ``recording`` and ``answering`` have an effect."""
+        self.attention = AttentionOutputs()
+        self.attention.watch(self.module)
+
+    def recording(self, results: Results | None) -> AbstractContextManager[None]:
+        """Inside, what attention kernels give is put into ``results``, where there are any to be kept."""
+        return nullcontext() if results is None or self.attention is None else self.attention.recording(results)
+
+    def answering(self, results: Results | None) -> AbstractContextManager[None]:
+        """Inside, attention kernels give what is in ``results``."""
+        return nullcontext() if results is None or self.attention is None else self.attention.answering(results)
 
     def __call__(self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], call: LayerCall) -> Tensor:
         """hidden [B, T, D] -> [B, T, D]; ``args`` and ``kwargs`` are those of ``call`` with leaves of the tape in place."""

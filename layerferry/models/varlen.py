@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from layerferry.models.attention_outputs import ATTRIBUTE, AttentionOutputs
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -108,11 +110,33 @@ def attention(
 ) -> tuple[Tensor, None]:
     """query [B, H, T, d], key [B, H', T, d], value [B, H', T, v] @device -> ([B, T, H, v], None), as transformers' attention
     functions. Latent attention has v below d: the kernel has one width, so values travel with zeros behind them."""
+    options = {"dropout": dropout, "scaling": scaling, "cu_seq_lens_q": cu_seq_lens_q, "max_length_q": max_length_q, **kwargs}
+    outputs: AttentionOutputs | None = getattr(module, ATTRIBUTE, None)
+    if outputs is not None:
+        return outputs.call(_attend, module, query, key, value, attention_mask, **options), None
+    return _attend(module, query, key, value, attention_mask, **options), None
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float,
+    scaling: float | None,
+    cu_seq_lens_q: Tensor | None,
+    max_length_q: int | None,
+    **kwargs: Any,
+) -> Tensor:
     if cu_seq_lens_q is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-        return output, None
+        output: Tensor = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )[0]
+        return output
     assert max_length_q is not None and not dropout, "attention dropout has no variable-length kernel"
     rows, heads, tokens, width = query.shape
     value_width = value.shape[-1]
@@ -121,7 +145,7 @@ def attention(
         value = torch.nn.functional.pad(value, (0, width - value_width))
     q, k, v = (t.transpose(1, 2).reshape(rows * tokens, t.shape[1], width) for t in (query, key, value))
     packed = varlen_kernel(q, k, v, cu_seq_lens_q, max_length_q, scaling, kwargs.get("sliding_window"))
-    return packed.view(rows, tokens, heads, width)[..., :value_width], None
+    return packed.view(rows, tokens, heads, width)[..., :value_width]
 
 
 def varlen_kernel(

@@ -45,13 +45,17 @@ class CrossEntropy:
         gradient = torch.zeros_like(flat)
         if not len(targets):
             return torch.zeros((), device=hidden.device), gradient.view_as(hidden)
-        chosen = flat.index_select(0, targets.rows)
         if self._fused_of is not head.skeleton:
-            self._fused, self._fused_of = FusedLinear.of(head, chosen), head.skeleton
+            few = flat.index_select(0, targets.rows[: head.chunk_tokens])
+            self._fused, self._fused_of = FusedLinear.of(head, few), head.skeleton
         if self._fused is None:
             return self._reference.step(head, hidden, micro_batch, denominator)
-        loss, found = self._fused.step(head, chosen, targets.labels, denominator)
-        gradient.index_copy_(0, targets.rows, found)
+        loss = torch.zeros((), device=hidden.device)
+        for part in head.chunks(len(targets)):  # beside the gradient itself, nothing is as long as the micro-batch
+            rows = targets.rows[part]
+            share, found = self._fused.step(head, flat.index_select(0, rows), targets.labels[part], denominator)
+            loss = loss + share
+            gradient.index_copy_(0, rows, found)
         return loss, gradient.view_as(hidden)
 
     def in_parts(self, head: Head) -> HeadInParts:

@@ -41,6 +41,8 @@ class Choice(NamedTuple):
     home: int = 0
     richer: int = 0
     inputs: int = 0
+    mlp_chunk: int = 0
+    attention: int = 0
 
     def on(self, base: Plan) -> Plan:
         """``base`` with this choice, without bytes and seconds."""
@@ -59,6 +61,8 @@ class Choice(NamedTuple):
             carry_fp32=self.carry,
             on_device=tuple(range(self.home)),
             host_inputs=self.inputs,
+            mlp_chunk_tokens=self.mlp_chunk,
+            kept_attention=self.attention,
         )
 
 
@@ -89,10 +93,10 @@ class Books:
         self._weights = {carry: _Weights(question, specs) for carry, specs in self._specs.items()}
         self._units = len(question.model.units)
         self._device, self._host = device_budget(question.machine), host_budget(question.machine)
-        self._working: dict[tuple[int, float, int, float, int, bool], Working] = {}
-        self._activations: dict[tuple[int, float, int, float, int, bool, int, bool, int, int], int] = {}
+        self._working: dict[tuple[int, float, int, float, int, bool, int], Working] = {}
+        self._activations: dict[tuple[int, float, int, float, int, bool, int, int, bool, int, int, int], int] = {}
         self._buffers: dict[tuple[int, int, int, bool, bool, bool, int], int] = {}
-        self._paces: dict[tuple[int, float, int, float, int, int, int, int], tuple[float, float]] = {}
+        self._paces: dict[tuple[int, float, int, float, int, int, int, int, int, int], tuple[float, float]] = {}
         self._inputs: dict[tuple[int, int, int], InputSizes] = {}
         self._largest_wave: dict[tuple[int, int], tuple[float, int]] = {}
 
@@ -111,6 +115,8 @@ class Books:
         if choice.richer_first:
             choice = self._richer(self._with(choice, self._fewest_at_home(choice)))
         choice, short = self._at_home(choice)
+        if choice.mlp_chunk and not short:
+            choice = self._attention_kept(choice)
         return (choice if short or choice.richer_first else self._richer(choice)), short
 
     def _richer(self, choice: Choice) -> Choice:
@@ -126,6 +132,20 @@ class Books:
             else:
                 low = middle
         return self._keeping(choice, low)
+
+    def _attention_kept(self, choice: Choice) -> Choice:
+        """``choice`` with as many layers whose attention is not computed twice as fit; units at home make room for them."""
+        if not self._question.model.attention_bytes:
+            return choice
+        least = self._with(choice, self._fewest_at_home(choice))
+        low, high = 0, self._question.model.num_layers
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.short(least._replace(attention=middle)):
+                high = middle - 1
+            else:
+                low = middle
+        return self._at_home(least._replace(attention=low))[0]
 
     def _keeping(self, choice: Choice, richer: int) -> Choice:
         """``choice`` with ``richer`` layers that keep more, whose inputs stay @device."""
@@ -189,7 +209,8 @@ class Books:
         if key not in self._inputs:
             shape = self._question.shape
             plan = choice.on(Plan(row_tokens=shape.row_tokens, rows_per_step=shape.rows_per_step))
-            self._inputs[key] = input_sizes(plan, self._question.model.boundary, self._question.model.num_below)
+            model = self._question.model
+            self._inputs[key] = input_sizes(plan, model.boundary, model.num_layers, model.num_below)
         return self._inputs[key]
 
     def _buffers_of(self, choice: Choice) -> int:
@@ -201,8 +222,11 @@ class Books:
 
     def _activations_of(self, choice: Choice) -> int:
         several = choice.richer_budget if choice.richer else 0.0
-        of_micro_batch = (choice.rows, choice.budget, choice.chunk, several, self._parts_of_head(choice), choice.inputs > 0)
-        key = (*of_micro_batch, choice.waves, choice.home == self._units, choice.richer, choice.inputs)
+        again = choice.inputs > 0 or choice.mlp_chunk > 0
+        shape_of_head = (choice.rows, choice.budget, choice.chunk, several, self._parts_of_head(choice))
+        of_micro_batch = (*shape_of_head, again, choice.mlp_chunk)
+        filling = (choice.richer, choice.inputs, choice.attention)
+        key = (*of_micro_batch, choice.waves, choice.home == self._units, *filling)
         if key not in self._activations:
             question, plan = self._question, choice.on(Plan(compile=self._compiled, fp32=self._question.fp32))
             if of_micro_batch not in self._working:
@@ -246,7 +270,8 @@ class Books:
     def _compute_of(self, choice: Choice) -> tuple[float, float]:
         """(all micro-batches, the forward of one through the layers)."""
         in_parts = (choice.parts if not choice.home else 1, self._parts_of_head(choice))
-        key = (choice.rows, choice.budget, choice.chunk, choice.richer_budget, choice.richer, choice.inputs, *in_parts)
+        again = (choice.inputs, choice.mlp_chunk, choice.attention)
+        key = (choice.rows, choice.budget, choice.chunk, choice.richer_budget, choice.richer, *again, *in_parts)
         if key not in self._paces:
             question, plan = self._question, choice.on(Plan(compile=self._compiled))
             pace = compute.pace(question.model, plan, question.shape, question.machine)

@@ -143,7 +143,7 @@ class _Bench:
         kinds: tuple[tuple[bool, Sequence[Piece]], ...] = ((True, layers), (False, ends))
         self._slots = {kind: self._slot(pieces) for kind, pieces in kinds}
         self._sums = {kind: backend.device_buffer(max(p.layout.bytes(FP32_PLANE) for p in pieces)) for kind, pieces in kinds}
-        self._templates = Templates(skeleton, preparer(plan), plan.layer_budgets(len(layers)))
+        self._templates = Templates(skeleton, preparer(plan, skeleton.hidden_size), plan.layer_budgets(len(layers)))
         self._routed: dict[Hashable, list[Tensor]] = {}
         self._micro_batch = _micro_batch(plan, shape, skeleton.vocab_size)
         self._tape = Tape(list(self._slots.values()), rebuilt=rebuilt(layers, plan), audit=False)
@@ -303,7 +303,7 @@ def cache_file(skeleton: Skeleton, backend: Backend, plan: Plan, shape: Shape) -
         "frozen": [unit.names[e.name] for unit in skeleton.units for e in unit.layout.entries if not e.trained],
         "rows": plan.micro_batch_rows,
         "shape": dataclasses.asdict(shape),
-        "plan": [plan.activation_budget, plan.chunk_tokens, plan.compile, plan.fp32, plan.end_parts],
+        "plan": [plan.activation_budget, plan.chunk_tokens, plan.compile, plan.fp32, plan.end_parts, plan.mlp_chunk_tokens],
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     return cache_folder() / "activations" / f"{skeleton.config.model_type}-{digest[:20]}.json"

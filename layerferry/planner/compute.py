@@ -23,6 +23,11 @@ from layerferry.planner.flops import FORWARD_SHARE
 from layerferry.planner.machine import Machine, Rate
 from layerferry.planner.memory import Shape, tokens_of
 
+ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.8, 0.56
+"""Of the rate of matrix products at which attention runs, by the FLOPs of ``flops.py``: cuDNN's kernels reach 440 to 635 TFLOP/s
+forward; backward 330 to 536 of the 5/4 that they really compute."""
+FITTED_ROW = 1024
+"""Tokens of the rows that the other constants are fitted to: what attention costs there is in them."""
 ACTIVATION_PASSES = 5.2
 """Times that a layer's forward and backward move the bytes it keeps at budget 1.0: 2.28 us a token are 1.99 of products at
 715 TFLOP/s, 0.09 of sums and launches, and 0.20 of passes over 159 KB at 4.2 TB/s."""
@@ -60,10 +65,13 @@ STEP_SHARE = 0.98
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """Seconds that one micro-batch takes. ``layers``: (forward, backward) by behaviour."""
+    """Seconds that one micro-batch takes. ``layers``: (forward, backward) by behaviour; ``attention``: of that, one layer's
+    attention forward; ``inner``: of parts that may run in chunks, one forward, by behaviour."""
 
     layers: tuple[tuple[float, float], ...]
     head: float
+    attention: float = 0.0
+    inner: tuple[float, ...] = ()
     look: float = 0.0
     """What of ``head`` is the first pass over a head in parts."""
     embedding: tuple[float, float] = (0.0, 0.0)
@@ -77,12 +85,16 @@ class Pace:
 def layer_paces(model: Model, plan: Plan, shape: Shape, machine: Machine) -> list[tuple[float, float]]:
     """(forward, backward) seconds of one micro-batch in every layer, each under its own budget; one that is computed again has a
     second forward in its backward, one below everything that is trained has none."""
-    by_budget = {level.activation_budget: pace(model, level, shape, machine).layers for level in plan.levels}
-    budgets = plan.layer_budgets(model.num_layers)
-    paces = [by_budget[budget][behaviour] for budget, behaviour in zip(budgets, model.behaviours, strict=True)]
-    again, once = paces[: plan.host_inputs], paces[plan.host_inputs :]
-    both = [*((forward, forward + backward) for forward, backward in again), *once]
-    return [(forward, backward if number >= model.num_below else 0.0) for number, (forward, backward) in enumerate(both)]
+    by_budget = {level.activation_budget: pace(model, level, shape, machine) for level in plan.levels}
+    found, again = [], plan.num_rebuilt(model.num_layers)
+    for index, (budget, behaviour) in enumerate(zip(plan.layer_budgets(model.num_layers), model.behaviours, strict=True)):
+        own = by_budget[budget]
+        forward, backward = own.layers[behaviour]
+        if index < again:
+            backward += forward - (own.attention if index >= model.num_layers - plan.kept_attention else 0.0)
+            backward += own.inner[behaviour] if plan.mlp_chunk_tokens else 0.0
+        found.append((forward, backward if index >= model.num_below else 0.0))
+    return found
 
 
 def pace(model: Model, plan: Plan, shape: Shape, machine: Machine) -> Pace:
@@ -95,7 +107,13 @@ def pace(model: Model, plan: Plan, shape: Shape, machine: Machine) -> Pace:
         return _on_cpu(model, plan, shape, machine)
     again = recomputation(plan)
     whole = _interpolate(RECOMPUTATION, 1.0) if plan.compile else EAGER
-    layers = []
+    fitted = min(shape.row_tokens, FITTED_ROW)
+    attention = tokens * (model.flops.whole(shape.row_tokens) - model.flops.whole(fitted)) / max(model.num_layers, 1)
+    layer_flops -= attention / tokens
+    attend = attention / 3 / (speed * ATTENTION_FORWARD * STEP_SHARE)
+    attend_back = 2 * attention / 3 / (speed * ATTENTION_BACKWARD * STEP_SHARE)
+    attend_again = attend * max(again / whole - 1.0, 0.0) / (RECOMPUTATION[0][1] - 1.0)
+    layers, inner = [], []
     for number, kept in enumerate(model.kept):
         products = layer_flops / (speed * STEP_SHARE)
         passes = ACTIVATION_PASSES * kept.compiled + EXPERT_PASSES * kept.routed
@@ -105,8 +123,10 @@ def pace(model: Model, plan: Plan, shape: Shape, machine: Machine) -> Pace:
         idle = tokens * own_gradient * (1 - kind.num_trained / kind.numel) / (speed * STEP_SHARE)
         forward = work * whole * FORWARD_SHARE + LAYER_OVERHEAD_S * FORWARD_SHARE
         backward = work * again - work * whole * FORWARD_SHARE + LAYER_OVERHEAD_S * (1 - FORWARD_SHARE) + sums - idle
-        layers.append((forward, backward))
-    return Pace(layers=tuple(layers), **_ends(model, plan, tokens, machine))
+        layers.append((forward + attend, backward + attend_back + min(attend_again, attend)))
+        inner.append(tokens * products * FORWARD_SHARE * kept.inner_share)
+    ends = _ends(model, plan, tokens, machine)
+    return Pace(layers=tuple(layers), attention=attend, inner=tuple(inner), **ends)
 
 
 def _ends(model: Model, plan: Plan, tokens: int, machine: Machine) -> dict[str, Any]:
@@ -142,7 +162,7 @@ def _on_cpu(model: Model, plan: Plan, shape: Shape, machine: Machine) -> Pace:
         sums = SUM_BYTES * kind.num_trained / machine.device_bytes_per_s.value
         layers.append((forward, products + sums - own_gradient * (1 - kind.num_trained / kind.numel)))
     look = 0.0 if model.head_rows(plan) == model.vocab_size else tokens * 2.0 * model.flops.head_params / speed
-    return Pace(layers=tuple(layers), head=tokens * model.flops.head / speed + look, look=look)
+    return Pace(layers=tuple(layers), head=tokens * model.flops.head / speed + look, look=look, inner=(forward,) * len(layers))
 
 
 def recomputation(plan: Plan) -> float:

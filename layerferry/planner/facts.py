@@ -10,6 +10,7 @@ until ``calibrate.py`` has measured. Checked by ``tests/planner/test_facts.py``.
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from layerferry.models.graph import tensors_in
 from layerferry.models.inputs import Inputs
 from layerferry.models.skeleton import Skeleton
 from layerferry.models.stack import LayerCall
+from layerferry.models.token_wise import has_inner_width
 from layerferry.plan import Plan
 from layerferry.planner.flops import Flops
 from layerferry.units import Part, Piece, Unit
@@ -50,12 +52,19 @@ class Kept:
     """Widest single activation: what transients are made of."""
     routed: float = 0.0
     """Bytes per token that pass through fused experts: each chosen one's inputs and outputs."""
+    inner: float = 0.0
+    """Of ``compiled``, what lies between the ends of parts that may run in chunks of tokens."""
+    inner_share: float = 0.0
+    """Their share of the layer's matrix products, attention aside."""
+    outer_largest: float = 0.0
+    """Widest activation outside them."""
 
-    def per_token(self, row_tokens: int, budget: float, *, compiled: bool, boundary: float) -> float:
+    def per_token(self, row_tokens: int, budget: float, *, compiled: bool, boundary: float, chunked: bool = False) -> float:
         """Under ``budget``; ``boundary`` is the bytes per token of hidden states, the least that is kept."""
+        inner = self.inner if chunked else 0.0
         if compiled:
-            return boundary + budget * max(self.compiled - boundary, 0.0)
-        return max(self.eager + self.square * row_tokens, boundary) if budget >= 1.0 else boundary
+            return boundary + budget * max(self.compiled - inner - boundary, 0.0)
+        return max(self.eager - inner + self.square * row_tokens, boundary) if budget >= 1.0 else boundary
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -84,6 +93,8 @@ class Model:
     """Why the ends can only be fed whole; None where they can be fed in parts."""
     num_below: int = 0
     """Layers below everything that is trained: no graph, no backward."""
+    attention_bytes: int = 0
+    """Bytes per token that attention kernels give in one layer, output and log-sum-exp; 0 where they cannot be kept."""
 
     @property
     def num_layers(self) -> int:
@@ -157,6 +168,7 @@ class Model:
             has_linear_head=skeleton.head is not None,
             undividable=skeleton.undividable,
             num_below=skeleton.reach.num_below,
+            attention_bytes=_attention_bytes(skeleton, compute_bytes) if skeleton.has_varlen else 0,
         )
 
 
@@ -237,7 +249,43 @@ def _kept(skeleton: Skeleton, index: int, calls: list[list[LayerCall]] | None) -
             log.debug("%s: layer %d does not run on meta: %s", skeleton.config.model_type, index, error)
     compiled = max(linear * itemsize, COMPILED_SHARE * eager)
     routed = _expert_width(layer, skeleton.config) * itemsize
-    return Kept(eager=eager, square=square, compiled=compiled, largest=max(largest, boundary) * itemsize, routed=routed)
+    inner, inner_share, outer = _inner(layer, boundary)
+    return Kept(
+        eager=eager,
+        square=square,
+        compiled=compiled,
+        largest=max(largest, boundary) * itemsize,
+        routed=routed,
+        inner=min(inner * itemsize, compiled),
+        inner_share=inner_share,
+        outer_largest=max(outer, boundary) * itemsize,
+    )
+
+
+def _inner(layer: nn.Module, hidden_size: int) -> tuple[int, float, int]:
+    """Of the children that take hidden states alone and are wide inside, experts aside (what ``models/token_wise.py`` will try):
+    elements per token between their ends, their share of the layer's matrices, and the widest activation elsewhere."""
+    inside: set[nn.Module] = set()
+    for child in layer.children():
+        alone = [
+            p for p in inspect.signature(child.forward).parameters.values() if p.default is p.empty and p.kind < p.VAR_KEYWORD
+        ]
+        expert = any("experts" in name.split(".") for name, _ in child.named_modules())
+        takes_one = len(alone) == 1 and alone[0].kind is not inspect.Parameter.VAR_POSITIONAL
+        if takes_one and not expert and has_inner_width(child, hidden_size):
+            inside |= {module for module in child.modules() if is_linear(module)}
+    every = [module for module in layer.modules() if is_linear(module)]
+    shapes = {module: next(p.shape for p in module.parameters() if p.dim() == 2) for module in every}
+    wide = sum(sum(side for side in shapes[module] if side != hidden_size) for module in inside)
+    total = sum(shape.numel() for shape in shapes.values())
+    share = sum(shapes[module].numel() for module in inside) / total if total else 0.0
+    return wide, share, max((max(shapes[module]) for module in every if module not in inside), default=0)
+
+
+def _attention_bytes(skeleton: Skeleton, compute_bytes: int) -> int:
+    widths = [width for width, _ in Flops.of(skeleton).attention]
+    heads = int(getattr(skeleton.config.get_text_config(), "num_attention_heads", 0) or 0)
+    return max(widths, default=0) * compute_bytes + heads * 4
 
 
 @dataclass(frozen=True, slots=True)

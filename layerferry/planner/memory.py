@@ -38,7 +38,7 @@ from functools import lru_cache
 from layerferry.engine.sizes import LEAVING, DeviceSizes, device_sizes, input_sizes, micro_batches_of_wave
 from layerferry.layout import FP32_PLANE, GRAD, RESIDUE, WEIGHT, PlaneSpec
 from layerferry.plan import Item, Plan
-from layerferry.planner.facts import Model
+from layerferry.planner.facts import Kept, Model
 
 HOST, DEVICE = "@host", "@device"
 TRANSIENT_ACTIVATIONS = 3
@@ -162,9 +162,8 @@ def items(
 
 def kept_inputs(model: Model, plan: Plan, shape: Shape) -> tuple[Item, ...]:
     """Exactly what ``engine/kept.py`` allocates."""
-    sizes = input_sizes(
-        replace(plan, row_tokens=shape.row_tokens, rows_per_step=shape.rows_per_step), model.boundary, model.num_below
-    )
+    full = replace(plan, row_tokens=shape.row_tokens, rows_per_step=shape.rows_per_step)
+    sizes = input_sizes(full, model.boundary, model.num_layers, model.num_below)
     if not sizes.num_layers:
         return ()
     return (
@@ -225,14 +224,14 @@ def activations(model: Model, plan: Plan, shape: Shape, working: Working) -> tup
     total = micro_batches_of_wave(plan, shape.rows_per_step)
     hidden = total * tokens_of(plan, shape) * model.boundary
     gradients = hidden + total * working.router_gradients
-    layers, travels = working.of_layers(model, plan), model.num_inputs_at_host(plan.host_inputs) > 0
-    again = min(plan.host_inputs, model.num_layers) if travels else 0
-    logits = working.router_gradients // max(model.num_layers, 1)  # all that stays of a layer that is computed again
-    kept = again * logits + sum(layer.kept for layer in layers[again:])
-    first = total * working.prologue_kept - (hidden if travels else 0)  # its hidden states leave as well
+    layers, again = working.of_layers(model, plan), plan.num_rebuilt(model.num_layers)
+    again = again if again > model.num_below else 0
+    stays = [_stays(model, plan, shape, working, index) for index in range(again)]
+    kept = sum(stays) + sum(layer.kept for layer in layers[again:])
+    first = total * working.prologue_kept - (hidden if again else 0)  # its hidden states are a layer's input, or leave
     between = total * (working.head_kept + working.router_gradients) if working.head_kept else gradients
     head = max(working.head_peak - between // total, _rounded_at_home(model, plan))  # its peak has a micro-batch's share in it
-    phases = _phases(layers, [logits] * again, total, gradients, hidden)
+    phases = _phases(layers, stays, total, gradients, hidden)
     phases["head and loss"] = Phase(hidden if again else 0, between, head)
     if shape.evaluates:
         alive = gradients + total * (working.prologue_kept + working.head_kept) + working.evaluation_peak
@@ -241,13 +240,24 @@ def activations(model: Model, plan: Plan, shape: Shape, working: Working) -> tup
     phase = phases[name]
     lines = [
         ("buffers and library workspaces", model.buffer_bytes + working.workspaces),
-        ("ids, masks and rotary tables" if travels else "inputs and first hidden states", first),
+        ("ids, masks and rotary tables" if again else "inputs and first hidden states", first),
         ("kept activations", total * kept),
         *([("hidden states between layers", phase.hidden)] if phase.hidden else []),
         ("gradients of hidden states", phase.gradients),
         (f"working set: {name}", phase.rest),
     ]
     return tuple(Item(what=what, place=DEVICE, num_bytes=num_bytes, exact=working.measured) for what, num_bytes in lines)
+
+
+def _stays(model: Model, plan: Plan, shape: Shape, working: Working, index: int) -> int:
+    """What one micro-batch leaves @device in a layer that is computed again: router logits, its input where that stays, and
+    what attention gave where that is kept; nothing below the backward."""
+    if index < model.num_below:
+        return 0
+    logits = working.router_gradients // max(model.num_layers, 1)  # as large as their gradients
+    own = 0 if index < plan.host_inputs else model.boundary
+    attention = model.attention_bytes if index >= model.num_layers - plan.kept_attention else 0
+    return logits + tokens_of(plan, shape) * (own + attention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,9 +286,9 @@ def _phases(layers: list[LayerBytes], again: list[int], total: int, gradients: i
     waiting = hidden if again else 0
     below, forward, rebuilt = 0, 0, -everything
     for stays, layer in zip(again, first, strict=True):
+        below += total * stays
         forward = max(forward, below + layer.forward_peak - everything)
         rebuilt = max(rebuilt, below + max(layer.forward_peak, layer.kept + layer.backward_peak) - everything)
-        below += total * stays
     backward = -everything
     for layer in others:
         kept = layer.kept
@@ -302,9 +312,18 @@ def estimate(model: Model, plan: Plan, shape: Shape) -> Working:
     tokens = tokens_of(plan, shape)
     layers = []
     for number, kept in enumerate(model.kept):
-        own = tokens * kept.per_token(shape.row_tokens, plan.activation_budget, compiled=plan.compile, boundary=model.boundary)
-        full = tokens * kept.per_token(shape.row_tokens, 1.0, compiled=plan.compile, boundary=model.boundary)
-        transient = TRANSIENT_ACTIVATIONS * kept.largest * tokens
+        chunk, rows = plan.mlp_chunk_tokens, tokens // max(shape.row_tokens, 1)
+
+        def per_token(budget: float, kept: Kept = kept) -> float:
+            return kept.per_token(
+                shape.row_tokens, budget, compiled=plan.compile, boundary=model.boundary, chunked=plan.mlp_chunk_tokens > 0
+            )
+
+        own, full = tokens * per_token(plan.activation_budget), tokens * per_token(1.0)
+        transient = TRANSIENT_ACTIVATIONS * (kept.outer_largest if chunk else kept.largest) * tokens
+        if chunk:  # forward and backward of one chunk, and its parameters' gradients in fp32
+            inside = (2 * kept.inner + model.boundary) * rows * min(chunk, shape.row_tokens)
+            transient += inside + 4 * kept.inner_share * model.kinds[number].num_trained
         gradients = model.kinds[number].num_trained * model.compute_bytes
         backward = full - own + transient + model.boundary * tokens + gradients
         layers.append(LayerBytes(kept=int(own), forward_peak=int(own + transient), backward_peak=int(backward)))
@@ -344,9 +363,8 @@ def _head_bytes(model: Model, plan: Plan, shape: Shape) -> int:
         of_logits = FUSED_LOGITS * model.compute_bytes if shape.fused_head else 12
         return kept + max(of_logits * logits, tokens * (4 * widths + 16 * model.hidden_size))
     if shape.fused_head and model.has_linear_head:
-        # gradient, chosen rows, normed rows, their gradient; the norm's graph (fp32 input and the bf16 one)
-        rows = tokens * (5 * widths + 4 * model.hidden_size + 16)
-        norm_backward = 3 * 4 * model.hidden_size * tokens
-        return rows + max(FUSED_LOGITS * logits * model.compute_bytes, norm_backward)
+        # of a chunk: chosen rows, normed rows, their gradient, the norm's graph (fp32 input and the bf16 one) and its backward
+        of_chunk = chunk * (5 * widths + 4 * 4 * model.hidden_size)
+        return tokens * (widths + 16) + of_chunk + FUSED_LOGITS * logits * model.compute_bytes
     # log-softmax and two gradients in fp32, and the head's weight gradient in one piece
     return tokens * (widths + 16) + 12 * logits + (widths * model.vocab_size if model.flops.trains_head else 0)

@@ -28,8 +28,9 @@ HOST_RESERVE = 0.02
 ROW_MULTIPLE = 8
 """Rows are padded to a multiple of this many tokens (data/batches.py)."""
 
-Key = tuple[float, int, int, bool, int]
-"""(activation budget, rows, chunk tokens, compiled, parts of the ends): what a measurement of activations depends on."""
+Key = tuple[float, int, int, bool, int, int]
+"""(activation budget, rows, chunk tokens, compiled, parts of the ends, tokens of an MLP's chunk): what a measurement of
+activations depends on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +105,8 @@ class Problem:
     def _corrected(self, plan: Plan) -> Working:
         """The estimate; where the same budget was measured for other rows, chunks or parts, times what that estimate was off."""
         guess = estimate(self.model, plan, self.shape)
-        for (budget, rows, chunk, compiled, parts), measured in self.measured.items():
-            if (budget, compiled) == (plan.activation_budget, plan.compile):
+        for (budget, rows, chunk, compiled, parts, inner), measured in self.measured.items():
+            if (budget, compiled, inner) == (plan.activation_budget, plan.compile, plan.mlp_chunk_tokens):
                 then = replace(plan, micro_batch_rows=rows, chunk_tokens=chunk, end_parts=parts)
                 other = estimate(self.model, then, self.shape)
                 return guess.times(measured, other)
@@ -113,7 +114,8 @@ class Problem:
 
 
 def key_of(plan: Plan) -> Key:
-    return (plan.activation_budget, plan.micro_batch_rows, plan.chunk_tokens, plan.compile, plan.end_parts)
+    own = (plan.activation_budget, plan.micro_batch_rows, plan.chunk_tokens, plan.compile)
+    return (*own, plan.end_parts, plan.mlp_chunk_tokens)
 
 
 def problem(model: Model, specs: Mapping[str, PlaneSpec], machine: Machine, config: Config, row_tokens: int) -> Problem:

@@ -17,6 +17,7 @@ from layerferry.config import Config
 from layerferry.models.build import ATTENTION, build_on_meta, config_of, take_block_size
 from layerferry.models.frozen import freeze
 from layerferry.models.skeleton import Skeleton
+from layerferry.models.varlen import use_where_possible
 from layerferry.optim.choose import optimizer_for
 from layerferry.optim.decay import decays
 from layerferry.plan import GIB, Plan, Seconds
@@ -86,6 +87,8 @@ def plan_for(config: Config) -> PlanReport:
     attention = ATTENTION[given.flash_attn]
     model = build_on_meta(hf_config, dtype=dtype, attention=attention, trust_remote_code=given.trust_remote_code)
     freeze(model, config.train)
+    if backend.device.type == "cuda" and given.flash_attn == "auto":
+        use_where_possible(model)
     skeleton = Skeleton(model, decays=decays, device=torch.device("cpu"), fp32=config.train.fp32)
     specs = plane_specs(optimizer_for(config.optim).state_planes)
     machine = machine_for(config.engine, backend)
@@ -124,6 +127,12 @@ def _choices(plan: Plan, pins: Pins) -> str:
             else []
         ),
         *([("host_inputs", str(plan.host_inputs), "layers are computed again from inputs @host")] if plan.host_inputs else []),
+        *(
+            [("mlp_chunk_tokens", str(plan.mlp_chunk_tokens), "tokens that an MLP sees at a time; every layer is computed again")]
+            if plan.mlp_chunk_tokens
+            else []
+        ),
+        *([("kept_attention", str(plan.kept_attention), "layers whose attention is not")] if plan.kept_attention else []),
         ("on_device", str(len(plan.on_device)), "units whose planes live @device: nothing of them travels"),
         ("num_slots", str(plan.num_slots), "device buffers for layer weights that travel"),
         ("num_slabs", str(plan.num_slabs), "device buffers that gradients leave from"),

@@ -4,7 +4,9 @@ Every combination of micro-batch, waves, activation budget, chunk of logits, slo
 carrying gradients is looked at; of the number of units at home @device, and of layers that keep more than the others, only the
 largest that fits, because bytes grow with them and seconds do not. Units go home in the order of their first use: those that
 stay @host then have the longest time for their updates. Of the numbers of layers whose inputs wait @host three are looked at:
-none, all (but those that keep more), and where keeping inputs @device does not fit, the fewest that let it.
+none, all (but those that keep more), and where keeping inputs @device does not fit, the fewest that let it. Rows longer than
+``LONG_ROW`` may have their layers computed again with token-wise parts in chunks: then every number of inputs @host is looked
+at, and attention is kept in as many layers as fit.
 
 Bytes of a combination are sums of parts that are counted once each (``books.py``). Its seconds are first bounded from below,
 and the engine's program is played (``time.py``) in the order of these bounds until no bound is below the best. One rounding
@@ -16,8 +18,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterator
-from itertools import product
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain, product
 
 from layerferry.layout import FP32_PLANE
 from layerferry.plan import FREE_BUDGET, Plan
@@ -29,6 +31,10 @@ RICHER = FREE_BUDGET
 """What the layers keep that keep more, under the compiler: it costs no time (``compute.RECOMPUTATION``)."""
 MOST_TOKENS = 32768
 """Of a micro-batch on CUDA: beyond, nothing gets faster."""
+LONG_ROW = 32768
+"""Tokens of a row beyond which a layer's inner activations are gigabytes, and attention is much of its time."""
+MLP_CHUNK, SMALL_MLP_CHUNK = 8192, 1024
+"""Tokens that a token-wise part sees at a time there: enough to fill the matrix units; and where nothing else fits."""
 MOST_ROW_CHOICES = 16
 """Sizes of a micro-batch that are looked at; of more divisors every second, third ... is."""
 CHUNKS = (8192, 4096, 2048, 1024, 512, 256)
@@ -57,7 +63,7 @@ def search(question: Problem, keys: Collection[Key] | None = None) -> tuple[Plan
     base = _base(question)
     queue: list[tuple[float, int, Choice]] = []
     nearest: tuple[int, Choice] | None = None
-    for number, choice in enumerate(choices(question)):
+    for number, choice in enumerate(chain(choices(question), _last_resort(question, queue))):
         if keys is not None and not _is_measured(choice, base, keys):
             continue
         choice, short = books.furnished(choice)
@@ -142,6 +148,17 @@ def choices(question: Problem) -> Iterator[Choice]:
                     yield from _with_richer(choice, richer)
                     if budget == max(budgets) and _may_travel(question):
                         yield from _with_richer(choice._replace(budget=richer, inputs=question.model.num_layers), richer)
+                        if shape.row_tokens > LONG_ROW:
+                            every = range(question.model.num_layers + 1)
+                            yield from (choice._replace(budget=richer, inputs=one, mlp_chunk=MLP_CHUNK) for one in every)
+
+
+def _last_resort(question: Problem, queue: Sequence[object]) -> Iterator[Choice]:
+    """Where nothing has fitted by the time that these are asked for: every input @host, token-wise parts in chunks."""
+    if not queue and _may_travel(question):
+        for choice in choices(question):
+            if choice.inputs == question.model.num_layers and not choice.mlp_chunk and not choice.richer_budget:
+                yield choice._replace(mlp_chunk=SMALL_MLP_CHUNK)
 
 
 def _with_richer(choice: Choice, richer: float) -> Iterator[Choice]:
@@ -159,7 +176,9 @@ def _may_travel(question: Problem) -> bool:
 
 
 def _may_fill(question: Problem, choice: Choice) -> bool:
-    return _may_travel(question) and not choice.inputs and choice.budget == 0.0 and not choice.richer_budget
+    return (
+        _may_travel(question) and not choice.inputs and choice.budget == 0.0 and not choice.richer_budget and not choice.mlp_chunk
+    )
 
 
 def _buffer_choices(question: Problem) -> list[tuple[int, int]]:

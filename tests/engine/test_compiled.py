@@ -51,7 +51,7 @@ def fresh_compiler() -> Any:
 
 
 def test_many_widths_take_few_graphs_and_none_is_eager() -> None:
-    preparer(Plan(compile=True))
+    preparer(Plan(compile=True), 8)
     backend, layer = Counting(), Layer()
     compiled = CompiledLayer(layer, backend)
     for width in range(8, 8 + 8 * 20, 8):
@@ -62,7 +62,7 @@ def test_many_widths_take_few_graphs_and_none_is_eager() -> None:
 
 
 def test_more_behaviours_than_dynamos_own_limit_are_all_compiled() -> None:
-    preparer(Plan(compile=True))
+    preparer(Plan(compile=True), 8)
     backend = Counting()
     for width in range(20):
         module = Layer()
@@ -86,7 +86,7 @@ def test_a_layer_that_does_not_compile_runs_eagerly_and_says_so_once(caplog: pyt
 
 def test_without_compile_a_template_is_left_alone() -> None:
     template = Template(Layer())
-    preparer(Plan(compile=False))(template, 1.0)  # type: ignore[arg-type]
+    preparer(Plan(compile=False), 8)(template, 1.0)  # type: ignore[arg-type]
     assert template.run is template.module
 
 

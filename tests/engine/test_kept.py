@@ -137,10 +137,10 @@ def test_rotary_tables_are_one_for_all_layers() -> None:
 
 
 def test_sizes_are_those_of_full_micro_batches_of_a_wave() -> None:
-    sizes = input_sizes(replace(BASE, row_tokens=13, rows_per_step=7, num_waves=2, host_inputs=3), boundary=10)
+    sizes = input_sizes(replace(BASE, row_tokens=13, rows_per_step=7, num_waves=2, host_inputs=3), 10, 4)
     assert (sizes.num_layers, sizes.num_micro_batches, sizes.input_bytes) == (3, 2, 2 * 16 * 10)
     assert sizes.host_bytes == 3 * 2 * 320 and sizes.device_bytes == LANDINGS * 320
-    assert input_sizes(BASE, boundary=10).device_bytes == 0
+    assert input_sizes(BASE, 10, 4).device_bytes == 0
 
 
 def test_a_plan_without_rows_and_a_step_beyond_it_are_refused() -> None:
@@ -154,7 +154,7 @@ def test_a_plan_without_rows_and_a_step_beyond_it_are_refused() -> None:
 
 
 def kept(backend: Any, *, layers: int = 2, micro: int = 2, size: int = 32) -> KeptInputs:
-    return KeptInputs(backend, Clock(backend), InputSizes(layers, micro, size))
+    return KeptInputs(backend, Clock(backend), InputSizes(layers, micro, size, 0, layers, layers))
 
 
 class FakeUnit:
@@ -199,7 +199,7 @@ def test_what_was_sent_is_released_once_it_has_arrived_and_not_before() -> None:
         with own.bring_back(layer, 5) as hidden:
             assert torch.equal(hidden, values[layer])
         assert bool(torch.isnan(hidden).all()), "a landing is released"
-    assert own.moved_bytes == 2 * 3 * 32
+    assert own.sent_bytes == own.returned_bytes == 3 * 32
 
 
 def test_a_wave_that_broke_off_leaves_nothing_behind() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -62,6 +64,30 @@ def test_streamed_equals_resident_bit_for_bit(budget: float, richer_layers: int)
             found.append([engine.store.master(u, e) for u in engine.store.units for e in u.layout.entries])
             engine.close()
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_inputs_at_the_host_and_kept_attention_change_no_bit(compiled: bool) -> None:
+    """Of layers that are computed again, with their MLP in chunks and whole: the place of the input, and whether attention runs
+    once or twice."""
+    torch.use_deterministic_algorithms(True)
+    shape = {"micro_batch_rows": 4, "row_tokens": 128, "rows_per_step": 12}
+    try:
+        for chunk in (0, 32):
+            found = []
+            for inputs, attention in ((0, 1), (2, 2), (99, 99)):
+                layers = len(model_of("llama", torch.bfloat16).model.layers)
+                plan = Plan(compile=compiled, mlp_chunk_tokens=chunk, **shape)
+                plan = replace(plan, host_inputs=min(inputs, layers), kept_attention=min(attention, layers))
+                engine = engine_of(model_of("llama", torch.bfloat16), plan)
+                for number in range(2):
+                    engine.step(batches(seed=number), lr=1e-3)
+                engine.settle()
+                found.append([engine.store.master(u, e) for u in engine.store.units for e in u.layout.entries])
+                engine.close()
+            assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -13,6 +13,7 @@ from layerferry.layout import PlaneSpec
 from layerferry.models.build import build_on_meta
 from layerferry.models.frozen import freeze
 from layerferry.models.skeleton import Skeleton
+from layerferry.models.varlen import use_where_possible
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.decay import decays
 from layerferry.planner.facts import Model
@@ -73,9 +74,10 @@ def skeleton(
     fp32: bool = False,
     attention: str = "sdpa",
     frozen: dict[str, Any] | None = None,
+    ours: bool = False,
     **overrides: Any,
 ) -> Skeleton:
-    """``frozen``: keys of ``finetuning_type: freeze``."""
+    """``frozen``: keys of ``finetuning_type: freeze``. ``ours``: its attention comes through our interface."""
     from transformers import CONFIG_MAPPING
 
     config = CONFIG_MAPPING[model_type](**{**TINY, **overrides})
@@ -83,6 +85,7 @@ def skeleton(
     model = build_on_meta(config, dtype=dtype, attention=attention)
     if frozen is not None:
         freeze(model, TrainConfig(finetuning_type="freeze", **frozen))
+    assert not ours or use_where_possible(model)
     return Skeleton(model, decays=decays, device=torch.device("cpu"), fp32=fp32)
 
 

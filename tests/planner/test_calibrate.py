@@ -147,6 +147,8 @@ def step_peak(built: Any, backend: CountingBackend, plan: Plan, batches: list[Mi
         ("llama", {"host_inputs": 3, "num_waves": 2}, {"intermediate_size": 1024}),
         ("llama", {"host_inputs": 1, "activation_budget": 0.0, "micro_batch_rows": 1}, {"vocab_size": 64}),
         ("mixtral", {"host_inputs": 2}, BALANCED),
+        ("llama", {"host_inputs": 2, "mlp_chunk_tokens": 8}, {"intermediate_size": 2048}),
+        ("llama", {"host_inputs": 1, "kept_attention": 4}, {}),
         ("llama", {"num_waves": 2}, {"tie_word_embeddings": True}),
         ("llama", {"micro_batch_rows": 1}, {"vocab_size": 64, "intermediate_size": 512}),
         ("llama", {"chunk_tokens": 32}, {}),
@@ -164,7 +166,7 @@ def test_a_calibrated_plan_is_within_2_percent_of_a_real_step(
     shape = Shape(row_tokens=48, rows_per_step=8)
     plan = replace(Plan(fp32=True, micro_batch_rows=2, row_tokens=48, rows_per_step=8, chunk_tokens=64), **changes)
     backend = CountingBackend(ledger)
-    built = skeleton(model_type, fp32=True, **{**SIZES, **overrides})
+    built = skeleton(model_type, fp32=True, ours=plan.kept_attention > 0, **{**SIZES, **overrides})
     there = backend.allocated_bytes()
     working, *others = [calibrate.calibrate(built, backend, level, shape) for level in plan.levels]
     assert backend.allocated_bytes() <= there + working.workspaces, "nothing of the scratch memory is held"

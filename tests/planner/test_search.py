@@ -54,6 +54,45 @@ def test_books_are_the_byte_table(name: str, device_gib: float, host_gib: float)
         assert (short == 0) == fits(question, plan)
 
 
+def long_row(tokens: int = 524288, *, layers: int = 28, **there: float) -> Problem:
+    model = qwen("qwen2.5-7b", layers)
+    model = replace(model, attention_bytes=model.boundary + 4 * 28)
+    return problem(model, specs(), machine(**{"device_gib": 136, "host_gib": 125, **there}), config(rows=1), tokens)
+
+
+def test_books_are_the_byte_table_of_long_rows_too() -> None:
+    question = long_row(262144)
+    books, base = Books(question), _base(question)
+    chunked = [choice for choice in choices(question) if choice.mlp_chunk]
+    assert {choice.inputs for choice in chunked} == set(range(29))
+    for choice in chunked[::41]:
+        furnished, short = books.furnished(choice)
+        plan = question.complete(furnished.on(base))
+        places = needs(plan, question.machine)
+        assert (books.host(furnished), books.device(furnished)) == (places[HOST][0], places[DEVICE][0])
+        assert (short == 0) == fits(question, plan) and books.least_seconds(furnished) <= question.seconds(plan).step
+
+
+@pytest.mark.parametrize(
+    ("layers", "host_gib", "most_s", "attention"), [(28, 125, 550, 0), (28, 176, 520, 10), (14, 125, 260, 14)]
+)
+def test_half_a_million_tokens_fit_and_keep_what_attention_gives(
+    layers: int, host_gib: float, most_s: float, attention: int
+) -> None:
+    """176 GiB stand for what 8-bit formats leave of 125: 7 bytes a parameter, not 14. Without them inputs fill both places."""
+    plan, found = search(long_row(layers=layers, host_gib=host_gib))
+    assert found and plan.seconds is not None and plan.seconds.step <= most_s
+    assert plan.mlp_chunk_tokens and plan.kept_attention >= attention and plan.num_rebuilt(layers) == layers
+
+
+def test_short_rows_are_chunked_only_where_nothing_else_fits() -> None:
+    """16 rows of 8,192 tokens: at 12 GiB an MLP sees whole rows, at 10 GiB it does not."""
+    for device_gib, chunk in ((12, 0), (9.8, 1024)):
+        question = problem(qwen("qwen2.5-7b"), specs(), machine(device_gib=device_gib), config(rows=16), 8192)
+        plan, found = search(question)
+        assert found and plan.mlp_chunk_tokens == chunk and plan.host_inputs >= 27
+
+
 def test_no_more_units_would_fit_at_home() -> None:
     question = ask(device_gib=60)
     books = Books(question)
