@@ -11,6 +11,7 @@ import torch
 from layerferry.backends import cuda
 from layerferry.backends.base import Lane
 from layerferry.backends.cuda import CudaBackend, device_count
+from layerferry.backends.pinning import Pinning
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="no CUDA device")]
 
@@ -45,6 +46,27 @@ def test_a_failed_pin_costs_one_warning_and_no_kernel(monkeypatch: pytest.Monkey
     backend.copy(Lane.UPLOAD, device, buffers[0].fill_(7))
     backend.record(Lane.UPLOAD).synchronize()
     assert int(device.sum(dtype=torch.int64)) == 7 << 20
+
+
+def test_a_buffer_registered_in_pieces_is_copied_over_their_borders() -> None:
+    backend = CudaBackend()
+    backend._pinning = Pinning(cuda._register, cuda._unregister, piece_bytes=1 << 21)
+    host = backend.host_buffer((5 << 20) + 4096, travels=True)
+    back = backend.host_buffer(host.numel(), travels=True)
+    host.copy_(torch.arange(host.numel(), dtype=torch.int64).remainder(251).to(torch.uint8))
+    device = backend.device_buffer(host.numel())
+    for part in (slice(0, None), slice((1 << 21) - 8, (1 << 22) + 8)):
+        back.zero_()
+        device.zero_()
+        backend.synchronize()
+        backend.copy(Lane.UPLOAD, device[part], host[part])
+        backend.synchronize()
+        backend.copy(Lane.DOWNLOAD, back[part], device[part])
+        backend.synchronize()
+        assert torch.equal(back[part], host[part])
+    del host, back
+    gc.collect()
+    torch.randn(3 << 18).cuda()  # whatever is mapped there next can be copied
 
 
 def test_copies_wait_for_fences() -> None:

@@ -77,6 +77,21 @@ def test_uploads_are_those_of_the_feed(slots: int, waves: int, way: dict[str, An
         engine.close()
 
 
+@pytest.mark.parametrize("way", [None, LAST_TWO, WAYS[4], WAYS[6]], ids=str)
+@pytest.mark.parametrize("waves", [1, 2])
+def test_uploads_of_ends_in_parts_too(way: dict[str, Any] | None, waves: int) -> None:
+    built = skeleton("llama", frozen=way, vocab_size=2048, tie_word_embeddings=False)
+    plan = Plan(num_slots=2, num_waves=waves, micro_batch_rows=1, rows_per_step=4, end_parts=3)
+    engine = Engine(built, Store(built.units, specs(), CpuBackend()), AdamW(kernels=ReferenceKernels()), CpuBackend(), plan)
+    try:
+        engine.step(batches(), lr=0.0)
+        before = engine.feed.uploaded_bytes
+        engine.step(batches(), lr=0.0)
+        assert uploaded_bytes(Model.of(built), plan, specs()) == engine.feed.uploaded_bytes - before
+    finally:
+        engine.close()
+
+
 def test_uploads_by_hand() -> None:
     """Ten layers, the last two trained: down, the slots still hold what the backward wants; a second wave starts below."""
     assert layer_uploads(10, 8, 3, 1) == 10 and layer_uploads(10, 8, 1, 1) == 11
