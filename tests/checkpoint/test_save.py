@@ -216,7 +216,7 @@ def unit_bytes(engine: Engine) -> int:
     return max(sum(engine.store.plane(unit, kind).buffer.numel() for kind in kinds) for unit in engine.store.units)
 
 
-NOISE_BYTES = 8 << 20
+NOISE_BYTES = 12 << 20
 """Threads, and pages that the allocator keeps."""
 
 
@@ -249,7 +249,7 @@ class Growth:
         self._watcher.join()
 
 
-LARGE = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 4096}
+LARGE = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 8192}
 
 
 @pytest.mark.parametrize("plan", ["streamed", "all at home"])
