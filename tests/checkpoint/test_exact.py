@@ -17,7 +17,7 @@ from layerferry.errors import CheckpointError
 from layerferry.plan import Plan
 from layerferry.store.safetensors_file import CheckpointFolder
 from tests.checkpoint.faults import BreakingFiles
-from tests.checkpoint.tiny import PLANS, RUN, assert_same, engine_of, load, model_of, save, state_of, train
+from tests.checkpoint.tiny import PLANS, RUN, assert_same, engine_of, finished, load, model_of, save, state_of, train
 
 STEPS = 3
 
@@ -130,12 +130,7 @@ def test_training_while_it_is_written_under_a_hostile_backend(tmp_path: Path) ->
         saver = Saver(engine, folder, run=RUN, spare_bytes=partial(int, 200_000 * seed))
         saver.start(2, {})
         train(engine, range(2, 4))
-        saved = saver.take_outcome(wait=True)
-        saver.close()
-        assert saved is not None and saved.fault is None
-        plain = engine_of(model)
-        train(plain, range(2))
-        assert_same(state_of(load(model, saved.folder)), state_of(plain))
+        finished(saver, model, 2)
         engine.close()
 
 

@@ -19,7 +19,7 @@ from layerferry.checkpoint.writer import BLOCK_BYTES, THREADS
 from layerferry.engine.engine import Engine
 from layerferry.engine.sizes import device_sizes
 from tests.checkpoint.faults import QuickFiles
-from tests.checkpoint.tiny import PLANS, RUN, assert_same, engine_of, load, model_of, save, state_of, train
+from tests.checkpoint.tiny import PLANS, RUN, assert_same, engine_of, finished, load, model_of, save, state_of, train
 
 
 class Gated(QuickFiles):
@@ -97,12 +97,7 @@ def test_spare_memory_lets_units_go_before_the_disk_has_them(tmp_path: Path, pla
         time.sleep(0.005)
     assert engine.deferred.num_pending == num_waiting and saver.is_busy and saver.bytes_written == 0
     files.moves.set()
-    saved = saver.take_outcome(wait=True)
-    saver.close()
-    assert saved is not None and saved.fault is None
-    plain = engine_of(model)
-    train(plain, range(2))
-    assert_same(state_of(load(model, saved.folder)), state_of(plain))
+    plain = finished(saver, model, 2)
     assert train(plain, range(2, 3)) == found
     assert_same(state_of(engine), state_of(plain))
 

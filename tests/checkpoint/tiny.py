@@ -107,6 +107,17 @@ def save(engine: Engine, folder: Path, step: int, **options: Any) -> Saved:
     return outcome
 
 
+def finished(saver: Saver, model: Any, steps: int) -> Engine:
+    """Waits for a checkpoint, closes ``saver``, and holds it to what ``steps`` plain steps leave; the engine that took those."""
+    saved = saver.take_outcome(wait=True)
+    saver.close()
+    assert saved is not None and saved.fault is None
+    plain = engine_of(model)
+    train(plain, range(steps))
+    assert_same(state_of(load(model, saved.folder)), state_of(plain))
+    return plain
+
+
 def load(
     model: Any, folder: Path, plan: Plan | None = None, *, fp32: bool = False, backend: Backend | None = None, **optim: Any
 ) -> Engine:

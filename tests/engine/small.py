@@ -9,7 +9,7 @@ from torch import Tensor
 
 from layerferry.engine.engine import Engine
 from tests.conformance.families import BY_TYPE, tiny_config
-from tests.conformance.harness import masters, real_model
+from tests.conformance.harness import masters, micro_batches, real_model
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
 
@@ -36,3 +36,14 @@ def state(engine: Engine) -> dict[str, Tensor]:
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def clipped_steps(engine: Engine, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Clipped steps of four micro-batches at changing rates: losses and norms, and the state that is left. Closes the engine."""
+    seen = []
+    for step in range(steps):
+        report = engine.step(micro_batches(4, seed=step), lr=1e-2 / (1 + step), max_grad_norm=0.5)
+        seen += [report.loss, report.grad_norm]
+    left = state(engine)
+    engine.close()
+    return seen, left

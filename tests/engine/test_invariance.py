@@ -21,7 +21,7 @@ from layerferry.optim.lion import Lion
 from layerferry.optim.sgd import SGD
 from layerferry.plan import Plan
 from tests.conformance.harness import gradients, make_engine, masked, micro_batches, unequal
-from tests.engine.small import same, small_model, state
+from tests.engine.small import clipped_steps, same, small_model, state
 
 BASE = Plan(fp32=True, num_slots=2, num_slabs=1, carry_fp32=True)
 STEPS = 3
@@ -44,14 +44,7 @@ def run(
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Three clipped steps of four micro-batches at changing rates; losses, norms, and the state that is left."""
     backend = CpuBackend() if chaos is None else ChaosBackend(chaos)
-    engine = make_engine(model or small_model(), plan, backend=backend, optimizer=optimizer)
-    seen = []
-    for step in range(STEPS):
-        report = engine.step(micro_batches(4, seed=step), lr=1e-2 / (1 + step), max_grad_norm=0.5)
-        seen += [report.loss, report.grad_norm]
-    left = state(engine)
-    engine.close()
-    return seen, left
+    return clipped_steps(make_engine(model or small_model(), plan, backend=backend, optimizer=optimizer), STEPS)
 
 
 @pytest.fixture(scope="module")

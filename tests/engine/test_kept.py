@@ -27,7 +27,7 @@ from layerferry.models.inputs import Inputs
 from layerferry.plan import Plan
 from tests.conformance.families import BY_TYPE, tiny_config
 from tests.conformance.harness import gradients, make_engine, micro_batches, real_model, seeded, unequal
-from tests.engine.small import same, small_model, state
+from tests.engine.small import clipped_steps, same, small_model
 
 BASE = Plan(fp32=True, num_slots=2, num_slabs=1, carry_fp32=True, micro_batch_rows=2, row_tokens=16, rows_per_step=8)
 STEPS = 2
@@ -37,13 +37,7 @@ def run(plan: Plan, *, chaos: int | None = None, model: Any = None, tape: Any = 
     """Clipped steps of four micro-batches at changing rates; losses, norms, and the state that is left."""
     engine = make_engine(model or small_model(), plan, backend=CpuBackend() if chaos is None else ChaosBackend(chaos))
     engine.tape_type = tape or engine.tape_type
-    seen = []
-    for step in range(STEPS):
-        report = engine.step(micro_batches(4, seed=step), lr=1e-2 / (1 + step), max_grad_norm=0.5)
-        seen += [report.loss, report.grad_norm]
-    left = state(engine)
-    engine.close()
-    return seen, left
+    return clipped_steps(engine, STEPS)
 
 
 @pytest.fixture(scope="module")

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerferry.backends.chaos import ChaosBackend
 from layerferry.engine import compiled
 from layerferry.errors import PlanError
-from layerferry.models.attention_outputs import KERNELS, AttentionOutputs
+from layerferry.models.attention_outputs import AttentionOutputs
 from layerferry.models.varlen import use_where_possible
 from layerferry.plan import Plan
 from tests.conformance.harness import gradients, make_engine, micro_batches, unequal
 from tests.engine.small import small_model
+from tests.models.attention_kernels import Kernels
 
 BASE = Plan(fp32=True, num_slots=2, num_slabs=1, micro_batch_rows=2, row_tokens=16, rows_per_step=4)
 
@@ -56,18 +56,6 @@ def reference() -> tuple[float, dict[str, Tensor]]:
 def test_attention_that_is_kept_changes_no_bit(host_inputs: int, kept_attention: int, reference: Any) -> None:
     loss, found = run(replace(BASE, host_inputs=host_inputs, kept_attention=kept_attention), ours(), chaos=host_inputs)
     assert loss == reference[0] and not unequal(found, reference[1])
-
-
-class Kernels(TorchDispatchMode):
-    """Counts attention kernels that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket.__name__ in KERNELS
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("kept_attention", [0, 1, 3])

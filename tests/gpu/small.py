@@ -69,3 +69,20 @@ def gradients(engine: Engine) -> dict[str, torch.Tensor]:
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).norm() / (expected.double().norm() + 1e-30))
+
+
+def assert_places_do_not_matter(optim: OptimConfig | None = None) -> None:
+    """Three steps with no, some and all units at home on the device leave the same masters."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = []
+        for home in ((), (0, 2, 3), tuple(range(7))):
+            engine = engine_of(model_of("llama", torch.bfloat16), Plan(num_slots=2, on_device=home), optim=optim)
+            for number in range(3):
+                engine.step(batches(seed=number), lr=1e-3)
+            engine.settle()
+            found.append([engine.store.master(u, e).cpu() for u in engine.store.units for e in u.layout.entries])
+            engine.close()
+        assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found, strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)

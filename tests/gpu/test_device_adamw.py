@@ -9,8 +9,7 @@ from layerferry.backends.cuda import device_count
 from layerferry.optim.device_kernels import device_kernels
 from layerferry.optim.kernels import AdamWScalars
 from layerferry.optim.reference import ReferenceKernels
-from layerferry.plan import Plan
-from tests.gpu.small import batches, engine_of, model_of
+from tests.gpu.small import assert_places_do_not_matter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="no CUDA device")]
 
@@ -33,16 +32,4 @@ def test_the_same_bits_as_the_cpu(numel: int, grad_dtype: torch.dtype) -> None:
 
 
 def test_units_may_live_on_the_device_without_changing_a_bit() -> None:
-    torch.use_deterministic_algorithms(True)
-    try:
-        found = []
-        for home in ((), (0, 2, 3), tuple(range(7))):
-            engine = engine_of(model_of("llama", torch.bfloat16), Plan(num_slots=2, on_device=home))
-            for number in range(3):
-                engine.step(batches(seed=number), lr=1e-3)
-            engine.settle()
-            found.append([engine.store.master(u, e).cpu() for u in engine.store.units for e in u.layout.entries])
-            engine.close()
-        assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found, strict=True))
-    finally:
-        torch.use_deterministic_algorithms(False)
+    assert_places_do_not_matter()

@@ -10,8 +10,7 @@ from layerferry.config import OptimConfig
 from layerferry.optim.device_kernels import TritonKernels, device_kernels
 from layerferry.optim.kernels import Moment, Operands
 from layerferry.optim.reference import ReferenceKernels
-from layerferry.plan import Plan
-from tests.gpu.small import batches, engine_of, model_of
+from tests.gpu.small import assert_places_do_not_matter
 from tests.optim.arrays import assert_same_bits, extreme, ordinary
 from tests.optim.format_arrays import FORMATS, left, operands, run
 
@@ -54,17 +53,4 @@ def test_the_same_bits_as_the_cpu(rule: str, master: str, moments: str, grad_dty
     ids=str,
 )
 def test_units_may_live_on_the_device_without_changing_a_bit(optim: dict[str, object]) -> None:
-    torch.use_deterministic_algorithms(True)
-    try:
-        found = []
-        for home in ((), (0, 2, 3), tuple(range(7))):
-            plan = Plan(num_slots=2, on_device=home)
-            engine = engine_of(model_of("llama", torch.bfloat16), plan, optim=OptimConfig(**optim))  # type: ignore[arg-type]
-            for number in range(3):
-                engine.step(batches(seed=number), lr=1e-3)
-            engine.settle()
-            found.append([engine.store.master(u, e).cpu() for u in engine.store.units for e in u.layout.entries])
-            engine.close()
-        assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found, strict=True))
-    finally:
-        torch.use_deterministic_algorithms(False)
+    assert_places_do_not_matter(OptimConfig(**optim))  # type: ignore[arg-type]

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerferry.models import varlen
-from layerferry.models.attention_outputs import KERNELS, AttentionOutputs
+from layerferry.models.attention_outputs import AttentionOutputs
+from tests.models.attention_kernels import Kernels
 
 
 class Attention(torch.nn.Module):
@@ -20,18 +20,6 @@ class Attention(torch.nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         return varlen.attention(self, query, key, value, None, scaling=0.3, **options)[0]
-
-
-class Kernels(TorchDispatchMode):
-    """Counts kernels that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket.__name__ in KERNELS
-        return func(*args, **(kwargs or {}))
 
 
 def inputs() -> list[Tensor]:

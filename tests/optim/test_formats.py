@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
 import torch
 
 from layerferry.errors import ConfigError
 from layerferry.layout import CODES_PLANE, FP32_PLANE, NO_PLANE, RESIDUE, RESIDUE8_PLANE, Layout, ParameterSpec
-from layerferry.optim import build
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.formats import StateFormat
 from layerferry.optim.lion import Lion
@@ -22,27 +19,6 @@ from tests.optim.arrays import assert_same_bits, extreme, ordinary
 from tests.optim.format_arrays import FORMATS, left, operands, rounding, rule_of, run
 
 REFERENCE = ReferenceKernels()
-LEVELS = {"AVX512": ("x86-64", "x86-64-v3", "x86-64-v4"), "AVX2": ("x86-64", "x86-64-v3")}
-
-
-@pytest.fixture(scope="module")
-def native() -> NativeKernels:
-    kernels = load_kernels()
-    assert isinstance(kernels, NativeKernels), "these tests need a C++ compiler"
-    return kernels
-
-
-@pytest.fixture(scope="module")
-def clones(tmp_path_factory: pytest.TempPathFactory) -> list[NativeKernels]:
-    """The sources built for one level at a time, for each level that this CPU can run."""
-    folder = tmp_path_factory.mktemp("clones")
-    built = []
-    for level in LEVELS.get(torch.backends.cpu.get_cpu_capability(), ("native",)):
-        library = folder / f"{level}.so"
-        flags = [*build.BASE_FLAGS, "-fopenmp", "-DLAYERFERRY_NO_CLONES", f"-march={level}"]
-        subprocess.run(["c++", *flags, "-o", str(library), *map(str, build.sources())], check=True)
-        built.append(NativeKernels(library))
-    return built
 
 
 @pytest.mark.parametrize(("rule", "master", "moments"), FORMATS)
@@ -58,10 +34,10 @@ def test_native_equals_the_reference(native: NativeKernels, make, rule: str, mas
 
 
 @pytest.mark.parametrize("master", ["24bit", "bf16"])
-def test_every_clone_gives_the_same_bits(clones: list[NativeKernels], master: str) -> None:
+def test_every_clone_gives_the_same_bits(clones: dict[str, NativeKernels], master: str) -> None:
     for arrays in (ordinary(128 * 50), extreme(128 * 50)):
         wanted = run(REFERENCE, operands(arrays, "adamw", master, "8bit"), "adamw", 4)
-        for kernels in clones:
+        for kernels in clones.values():
             assert_same_bits(run(kernels, operands(arrays, "adamw", master, "8bit"), "adamw", 4), wanted)
 
 

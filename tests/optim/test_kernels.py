@@ -15,27 +15,6 @@ from layerferry.optim.reference import ReferenceKernels
 from tests.optim.arrays import assert_same_bits, extreme, fp32_planes, ordinary, run_fp32, run_split, scalars, split_planes
 
 REFERENCE = ReferenceKernels()
-LEVELS = {"AVX512": ("x86-64", "x86-64-v3", "x86-64-v4"), "AVX2": ("x86-64", "x86-64-v3")}
-
-
-@pytest.fixture(scope="module")
-def native() -> NativeKernels:
-    kernels = load_kernels()
-    assert isinstance(kernels, NativeKernels), "these tests need a C++ compiler"
-    return kernels
-
-
-@pytest.fixture(scope="module")
-def clones(tmp_path_factory: pytest.TempPathFactory) -> dict[str, NativeKernels]:
-    """The source built for one level at a time, for each level that this CPU can run."""
-    folder = tmp_path_factory.mktemp("clones")
-    built = {}
-    for level in LEVELS.get(torch.backends.cpu.get_cpu_capability(), ("native",)):
-        library = folder / f"{level}.so"
-        flags = [*build.BASE_FLAGS, "-fopenmp", "-DLAYERFERRY_NO_CLONES", f"-march={level}"]
-        subprocess.run(["c++", *flags, "-o", str(library), *map(str, build.sources())], check=True)
-        built[level] = NativeKernels(library)
-    return built
 
 
 @pytest.mark.parametrize("numel", [1, 2, 15, 16, 17, 31, 127, 128, 391, 100_003])

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
+from layerferry.backends.cpu import CpuBackend
 from layerferry.config import Config, EngineConfig, ModelConfig, TrainConfig
+from layerferry.engine.batch import MicroBatch
+from layerferry.engine.engine import Engine
 from layerferry.layout import PlaneSpec
 from layerferry.models.build import build_on_meta
 from layerferry.models.frozen import freeze
@@ -16,9 +19,11 @@ from layerferry.models.skeleton import Skeleton
 from layerferry.models.varlen import use_where_possible
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.decay import decays
+from layerferry.optim.reference import ReferenceKernels
+from layerferry.plan import Plan
 from layerferry.planner.facts import Model
 from layerferry.planner.machine import Machine, default_rates
-from layerferry.store.store import plane_specs
+from layerferry.store.store import Store, plane_specs
 
 GIB = 2**30
 TINY = {
@@ -131,3 +136,16 @@ def config(*, rows: int = 8, accumulation: int = 1, train: dict[str, Any] | None
         train=TrainConfig(per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation, **(train or {})),
         engine=EngineConfig(**engine),
     )
+
+
+def uploaded_in_a_step(built: Skeleton, plan: Plan, batches: list[MicroBatch]) -> int:
+    """Bytes of weights that the feed really uploads in a step after another one."""
+    store = Store(built.units, specs(), CpuBackend(), on_device=plan.on_device)
+    engine = Engine(built, store, AdamW(kernels=ReferenceKernels()), CpuBackend(), plan)
+    try:
+        engine.step(batches, lr=0.0)
+        before = engine.feed.uploaded_bytes
+        engine.step(batches, lr=0.0)
+        return engine.feed.uploaded_bytes - before
+    finally:
+        engine.close()

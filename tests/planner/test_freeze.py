@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from layerferry.backends.cpu import CpuBackend
 from layerferry.engine.engine import Engine
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.reference import ReferenceKernels
@@ -21,7 +20,7 @@ from layerferry.planner.report import render
 from layerferry.planner.search import search
 from layerferry.planner.time import layer_uploads, seconds, uploaded_bytes
 from layerferry.store.store import Store
-from tests.planner.subjects import QWEN_7B, config, machine, skeleton, specs
+from tests.planner.subjects import QWEN_7B, config, machine, skeleton, specs, uploaded_in_a_step
 from tests.planner.test_memory import BUFFERS, CountingBackend
 from tests.planner.test_time import batches
 
@@ -66,15 +65,7 @@ def test_store_and_engine_allocate_what_was_planned(
 def test_uploads_are_those_of_the_feed(slots: int, waves: int, way: dict[str, Any], home: tuple[int, ...]) -> None:
     built = skeleton("llama", frozen=way, num_hidden_layers=6, tie_word_embeddings=home == ())
     plan = Plan(num_slots=slots, num_waves=waves, micro_batch_rows=1, rows_per_step=4, on_device=home)
-    store = Store(built.units, specs(), CpuBackend(), on_device=home)
-    engine = Engine(built, store, AdamW(kernels=ReferenceKernels()), CpuBackend(), plan)
-    try:
-        engine.step(batches(), lr=0.0)
-        before = engine.feed.uploaded_bytes
-        engine.step(batches(), lr=0.0)
-        assert uploaded_bytes(Model.of(built), plan, specs()) == engine.feed.uploaded_bytes - before
-    finally:
-        engine.close()
+    assert uploaded_bytes(Model.of(built), plan, specs()) == uploaded_in_a_step(built, plan, batches())
 
 
 @pytest.mark.parametrize("way", [None, LAST_TWO, WAYS[4], WAYS[6]], ids=str)
@@ -82,14 +73,7 @@ def test_uploads_are_those_of_the_feed(slots: int, waves: int, way: dict[str, An
 def test_uploads_of_ends_in_parts_too(way: dict[str, Any] | None, waves: int) -> None:
     built = skeleton("llama", frozen=way, vocab_size=2048, tie_word_embeddings=False)
     plan = Plan(num_slots=2, num_waves=waves, micro_batch_rows=1, rows_per_step=4, end_parts=3)
-    engine = Engine(built, Store(built.units, specs(), CpuBackend()), AdamW(kernels=ReferenceKernels()), CpuBackend(), plan)
-    try:
-        engine.step(batches(), lr=0.0)
-        before = engine.feed.uploaded_bytes
-        engine.step(batches(), lr=0.0)
-        assert uploaded_bytes(Model.of(built), plan, specs()) == engine.feed.uploaded_bytes - before
-    finally:
-        engine.close()
+    assert uploaded_bytes(Model.of(built), plan, specs()) == uploaded_in_a_step(built, plan, batches())
 
 
 def test_uploads_by_hand() -> None:

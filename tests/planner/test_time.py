@@ -10,18 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from layerferry.backends.cpu import CpuBackend
 from layerferry.engine.batch import MicroBatch
-from layerferry.engine.engine import Engine
-from layerferry.optim.adamw import AdamW
-from layerferry.optim.reference import ReferenceKernels
 from layerferry.plan import Plan
 from layerferry.planner.compute import pace, recomputation
 from layerferry.planner.facts import Model
 from layerferry.planner.memory import Shape
 from layerferry.planner.time import seconds, uploaded_bytes
-from layerferry.store.store import Store
-from tests.planner.subjects import SHAPES, machine, qwen, skeleton, specs
+from tests.planner.subjects import SHAPES, machine, qwen, skeleton, specs, uploaded_in_a_step
 
 SHAPE = Shape(row_tokens=8, rows_per_step=4)
 
@@ -41,15 +36,7 @@ def test_uploads_are_those_of_the_feed(slots: int, waves: int, tied: bool, home:
     plan = Plan(
         num_slots=slots, num_waves=waves, micro_batch_rows=1, rows_per_step=4, on_device=home, end_parts=1 if tied else parts
     )
-    store = Store(built.units, specs(), CpuBackend(), on_device=home)
-    engine = Engine(built, store, AdamW(kernels=ReferenceKernels()), CpuBackend(), plan)
-    try:
-        engine.step(batches(), lr=0.0)
-        before = engine.feed.uploaded_bytes
-        engine.step(batches(), lr=0.0)
-        assert uploaded_bytes(Model.of(built), plan, specs()) == engine.feed.uploaded_bytes - before
-    finally:
-        engine.close()
+    assert uploaded_bytes(Model.of(built), plan, specs()) == uploaded_in_a_step(built, plan, batches())
 
 
 def test_lanes_are_work_over_rate() -> None:
