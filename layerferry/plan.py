@@ -5,7 +5,7 @@ The planner makes it (``planner/choose.py``); the engine obeys it; a test holds 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 GIB = float(2**30)
@@ -142,32 +142,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, in JSON's types."""
-        choice = {
-            name: getattr(self, name)
-            for name in (
-                "fp32",
-                "num_slots",
-                "num_slabs",
-                "end_parts",
-                "on_device",
-                "resident_gradients",
-                "num_waves",
-                "activation_budget",
-                "richer_layers",
-                "richer_budget",
-                "host_inputs",
-                "mlp_chunk_tokens",
-                "kept_attention",
-                "compile",
-                "chunk_tokens",
-                "optimizer_threads",
-                "carry_fp32",
-                "micro_batch_rows",
-                "row_tokens",
-                "rows_per_step",
-                "calibrated",
-            )
-        }
+        choice = {own.name: getattr(self, own.name) for own in fields(self) if own.name not in ("items", "seconds", "notes")}
         seconds = None
         if self.seconds is not None:
             s = self.seconds

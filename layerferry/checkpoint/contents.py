@@ -159,37 +159,26 @@ class Contents:
                     dtype = planes[kind].sections[entry.dtype].dtype
                     name = SEPARATOR.join((kind, unit.names[entry.name]))
                     shape = planes[kind].spec.shape(entry)
-                    yield TensorToWrite(name, shape, dtype, Maker(self._seen, unit.index, kind, entry))
+                    yield TensorToWrite(name, shape, dtype, Maker(self._seen, unit.index, kind, entry, Plane.view))
                 if planes[kind].spec.coded and planes[kind].holds(entry):
                     name = SEPARATOR.join((exponents_of(kind), unit.names[entry.name]))
-                    maker = ExponentMaker(self._seen, unit.index, kind, entry)
+                    maker = Maker(self._seen, unit.index, kind, entry, Plane.exponents_of)
                     yield TensorToWrite(name, (-(-entry.numel // BLOCK_ELEMENTS),), torch.uint8, maker)
 
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """Makes one state tensor, a view of the planes that are seen when it is asked."""
+    """Makes one tensor of the state: what ``read`` (``Plane.view``, ``Plane.exponents_of``) gives of the planes that are seen by
+    the time it is asked."""
 
     seen: Mapping[int, Mapping[str, Plane]]
     unit: int
     kind: str
     entry: Entry
+    read: Callable[[Plane, Entry], Tensor]
 
     def __call__(self) -> Tensor:
-        return self.seen[self.unit][self.kind].view(self.entry)
-
-
-@dataclass(frozen=True, slots=True)
-class ExponentMaker:
-    """Makes the exponents of one tensor of codes."""
-
-    seen: Mapping[int, Mapping[str, Plane]]
-    unit: int
-    kind: str
-    entry: Entry
-
-    def __call__(self) -> Tensor:
-        return self.seen[self.unit][self.kind].exponents_of(self.entry)
+        return self.read(self.seen[self.unit][self.kind], self.entry)
 
 
 def exponents_of(kind: str) -> str:

@@ -9,8 +9,7 @@ Checked by ``tests/engine/test_anomaly.py``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -32,19 +31,13 @@ class WatchfulTape(Tape):
     """A ``Tape`` that raises ``NonFinite``."""
 
     def forward(self, unit: Unit, micro_batch: int, template: Template, hidden: Tensor, call: LayerCall) -> Tensor:
-        with _looking(unit, micro_batch, hidden) as seen:
-            seen.append(super().forward(unit, micro_batch, template, hidden, call))
-        return seen[0]
+        return _watched(super().forward, unit, micro_batch, template, hidden, call)
 
     def pass_on(self, unit: Unit, micro_batch: int, template: Template, hidden: Tensor, call: LayerCall) -> Tensor:
-        with _looking(unit, micro_batch, hidden) as seen:
-            seen.append(super().pass_on(unit, micro_batch, template, hidden, call))
-        return seen[0]
+        return _watched(super().pass_on, unit, micro_batch, template, hidden, call)
 
     def pass_below(self, unit: Unit, micro_batch: int, template: Template, hidden: Tensor, call: LayerCall) -> Tensor:
-        with _looking(unit, micro_batch, hidden) as seen:
-            seen.append(super().pass_below(unit, micro_batch, template, hidden, call))
-        return seen[0]
+        return _watched(super().pass_below, unit, micro_batch, template, hidden, call)
 
     def backward(
         self,
@@ -75,14 +68,20 @@ def check_norms(engine: Engine, loss: float) -> None:
     raise NonFinite(f"the loss is not finite ({loss:g}), or the norms' sum overflows")
 
 
-@contextmanager
-def _looking(unit: Unit, micro_batch: int, hidden: Tensor) -> Iterator[list[Tensor]]:
-    """Looks at a layer's input, and on leaving at the output that was put into the list."""
+def _watched(
+    run: Callable[[Unit, int, Template, Tensor, LayerCall], Tensor],
+    unit: Unit,
+    micro_batch: int,
+    template: Template,
+    hidden: Tensor,
+    call: LayerCall,
+) -> Tensor:
+    """One of a tape's forwards, its input and output looked at."""
     where = f"micro-batch {micro_batch}"
     _look(hidden, f"the input of {unit.name} (it comes from the embedding)", where)
-    seen: list[Tensor] = []
-    yield seen
-    _look(seen[0], f"the output of {unit.name}", where)
+    output = run(unit, micro_batch, template, hidden, call)
+    _look(output, f"the output of {unit.name}", where)
+    return output
 
 
 def _look(values: Tensor, what: str, where: str) -> None:

@@ -72,10 +72,7 @@ class Sweep:
         if needs_prologue:
             self.feed.expect([first[-1]])
         for index, unit in enumerate(layers):
-            if index < below:
-                self._layer_below(unit, index, passes, wave)
-            else:
-                self._layer_forward(unit, index, passes, wave)
+            self._layer_forward(unit, index, passes, wave)
         self.kept.expect()
         tied = skeleton.epilogue_unit is skeleton.prologue_unit
         if wave.carry:
@@ -119,15 +116,6 @@ class Sweep:
                 passes.append(Pass.of(micro_batch, number, hidden, calls, tap.look_ups))
         return passes, parameters
 
-    def _layer_below(self, unit: Unit, index: int, passes: Sequence[Pass], wave: Wave) -> None:
-        with self.feed(unit) as slot:
-            template = self.templates.bound(index, slot)
-            for run in passes:
-                if run.micro_batch.isolated:
-                    self.isolation.check(template, self.skeleton.keys[index], run.micro_batch, run.hidden, run.calls[index])
-                self.backend.seed(seed_of(wave.step_seed, unit.index, run.number))
-                run.hidden = wave.tape.pass_below(unit, run.number, template, run.hidden, run.calls[index])
-
     def _layer_forward(self, unit: Unit, index: int, passes: Sequence[Pass], wave: Wave) -> None:
         with self.feed(unit) as slot, wave.tape.record(unit, slot):
             template = self.templates.bound(index, slot)
@@ -136,7 +124,9 @@ class Sweep:
                     with wave.tape.resolving(unit, slot):
                         self.isolation.check(template, self.skeleton.keys[index], run.micro_batch, run.hidden, run.calls[index])
                 self.backend.seed(seed_of(wave.step_seed, unit.index, run.number))
-                if self.kept.rebuilds(index):
+                if index < self.skeleton.reach.num_below:
+                    run.hidden = wave.tape.pass_below(unit, run.number, template, run.hidden, run.calls[index])
+                elif self.kept.rebuilds(index):
                     self.kept.send(unit, index, run.number, run.hidden)
                     with template.recording(self.kept.attention_of(index, run.number)):
                         run.hidden = wave.tape.pass_on(unit, run.number, template, run.hidden, run.calls[index])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from layerferry.config import OptimConfig
 from layerferry.errors import ConfigError
 from layerferry.optim.base import EXP_AVG, EXP_AVG_SQ, StepHyper
-from layerferry.optim.formats import FormattedOptimizer, StateFormat, check_betas, check_decay
+from layerferry.optim.formats import FormattedOptimizer, StateFormat, check_betas
 from layerferry.optim.kernels import AdamWScalars, Kernels
 from layerferry.optim.rules import SMALLEST_NORMAL
 
@@ -31,16 +31,14 @@ class AdamW(FormattedOptimizer):
         kernels: Kernels | None = None,
     ) -> None:
         """``seed``: of stochastic rounding. ``kernels`` None: the native ones, or the torch reference where none can be built."""
-        super().__init__(state_format=state_format, seed=seed, kernels=kernels)
+        super().__init__(weight_decay=weight_decay, state_format=state_format, seed=seed, kernels=kernels)
         check_betas(betas)
         if not eps >= SMALLEST_NORMAL:  # padding is 0 / (0 + eps)
             raise ConfigError(
                 f"adam_epsilon: {eps} is below {SMALLEST_NORMAL:.3e}: parameters without gradient would be divided by it"
             )
-        check_decay(weight_decay)
         self.betas = betas
         self.eps = eps
-        self.weight_decay = weight_decay
 
     @classmethod
     def of(cls, config: OptimConfig, *, state_format: StateFormat | None = None, seed: int = 0) -> AdamW:

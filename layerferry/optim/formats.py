@@ -68,8 +68,10 @@ class FormattedOptimizer:
     moments: tuple[str, ...] = ()
     """Planes of moments, in the order in which the rule has them."""
 
-    def __init__(self, *, state_format: StateFormat | None = None, seed: int = 0, kernels: Kernels | None = None) -> None:
+    def __init__(self, *, weight_decay: float, state_format: StateFormat | None, seed: int, kernels: Kernels | None) -> None:
         """``kernels`` None: the native ones, or the torch reference where they cannot be built."""
+        check_decay(weight_decay)
+        self.weight_decay = weight_decay
         self.format = state_format or StateFormat()
         self._seed = seed
         self._host_kernels = load_kernels() if kernels is None else kernels

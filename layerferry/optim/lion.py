@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from layerferry.config import OptimConfig
 from layerferry.optim.base import EXP_AVG, StepHyper
-from layerferry.optim.formats import FormattedOptimizer, StateFormat, check_betas, check_decay
+from layerferry.optim.formats import FormattedOptimizer, StateFormat, check_betas
 from layerferry.optim.kernels import Kernels
 from layerferry.optim.rules import LionScalars
 
@@ -25,11 +25,9 @@ class Lion(FormattedOptimizer):
         seed: int = 0,
         kernels: Kernels | None = None,
     ) -> None:
-        super().__init__(state_format=state_format, seed=seed, kernels=kernels)
+        super().__init__(weight_decay=weight_decay, state_format=state_format, seed=seed, kernels=kernels)
         check_betas(betas)
-        check_decay(weight_decay)
         self.betas = betas
-        self.weight_decay = weight_decay
 
     @classmethod
     def of(cls, config: OptimConfig, *, state_format: StateFormat | None = None, seed: int = 0) -> Lion:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from layerferry.config import OptimConfig
 from layerferry.errors import ConfigError
 from layerferry.optim.base import StepHyper
-from layerferry.optim.formats import FormattedOptimizer, StateFormat, check_decay
+from layerferry.optim.formats import FormattedOptimizer, StateFormat
 from layerferry.optim.kernels import Kernels
 from layerferry.optim.rules import SgdScalars
 
@@ -26,12 +26,10 @@ class SGD(FormattedOptimizer):
         seed: int = 0,
         kernels: Kernels | None = None,
     ) -> None:
-        super().__init__(state_format=state_format, seed=seed, kernels=kernels)
+        super().__init__(weight_decay=weight_decay, state_format=state_format, seed=seed, kernels=kernels)
         if not 0.0 <= momentum < 1.0:
             raise ConfigError(f"optim_args: momentum={momentum} is outside [0, 1)")
-        check_decay(weight_decay)
         self.momentum = momentum
-        self.weight_decay = weight_decay
         self.moments = (MOMENTUM,) if momentum else ()
 
     @classmethod

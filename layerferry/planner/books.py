@@ -8,7 +8,7 @@ at home are always the first ones of the model, so what they weigh is a running 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -88,7 +88,6 @@ class Books:
 
     def __init__(self, question: Problem) -> None:
         self._question = question
-        self._compiled = question.pins.compile if question.pins.compile is not None else not question.machine.is_cpu
         self._specs = {carry: plan_specs(question.specs, Plan(carry_fp32=carry)) for carry in (False, True)}
         self._weights = {carry: _Weights(question, specs) for carry, specs in self._specs.items()}
         self._units = len(question.model.units)
@@ -124,28 +123,16 @@ class Books:
         if not choice.richer_budget:
             return choice
         pinned = choice.inputs if "host_inputs" in self._question.pins else 0
-        low, high = 0, self._question.model.num_layers - pinned
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.short(self._keeping(choice, middle)):
-                high = middle - 1
-            else:
-                low = middle
-        return self._keeping(choice, low)
+        most = self._question.model.num_layers - pinned
+        return self._keeping(choice, _most(lambda richer: not self.short(self._keeping(choice, richer)), 0, most))
 
     def _attention_kept(self, choice: Choice) -> Choice:
         """``choice`` with as many layers whose attention is not computed twice as fit; units at home make room for them."""
         if not self._question.model.attention_bytes:
             return choice
         least = self._with(choice, self._fewest_at_home(choice))
-        low, high = 0, self._question.model.num_layers
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.short(least._replace(attention=middle)):
-                high = middle - 1
-            else:
-                low = middle
-        return self._at_home(least._replace(attention=low))[0]
+        kept = _most(lambda layers: not self.short(least._replace(attention=layers)), 0, self._question.model.num_layers)
+        return self._at_home(least._replace(attention=kept))[0]
 
     def _keeping(self, choice: Choice, richer: int) -> Choice:
         """``choice`` with ``richer`` layers that keep more, whose inputs stay @device."""
@@ -153,15 +140,13 @@ class Books:
 
     def filled(self, choice: Choice) -> Choice | None:
         """``choice`` with the fewest inputs @host that let it fit; None where no number does."""
-        low, high = 1, self._question.model.num_layers
-        while low < high:
-            middle = (low + high) // 2
-            one = choice._replace(inputs=middle)
-            if self.short(self._with(one, self._fewest_at_home(one))):
-                low = middle + 1
-            else:
-                high = middle
-        found, short = self.furnished(choice._replace(inputs=low))
+        count = self._question.model.num_layers
+
+        def fits(on_device: int) -> bool:
+            one = choice._replace(inputs=count - on_device)
+            return not self.short(self._with(one, self._fewest_at_home(one)))
+
+        found, short = self.furnished(choice._replace(inputs=count - _most(fits, 0, count - 1)))
         return None if short else found
 
     def _at_home(self, choice: Choice) -> tuple[Choice, int]:
@@ -174,14 +159,7 @@ class Books:
         short = self.short(least)
         if short:
             return least, short
-        low, high = fewest, self._units - 1  # what fits, what may
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.short(self._with(choice, middle)):
-                high = middle - 1
-            else:
-                low = middle
-        return self._with(choice, low), 0
+        return self._with(choice, _most(lambda home: not self.short(self._with(choice, home)), fewest, self._units - 1)), 0
 
     def _with(self, choice: Choice, home: int) -> Choice:
         """``choice`` with ``home`` units at home; no more slots than layers travel, and no parts where no end does."""
@@ -228,7 +206,7 @@ class Books:
         filling = (choice.richer, choice.inputs, choice.attention)
         key = (*of_micro_batch, choice.waves, choice.home == self._units, *filling)
         if key not in self._activations:
-            question, plan = self._question, choice.on(Plan(compile=self._compiled, fp32=self._question.fp32))
+            question, plan = self._question, choice.on(Plan(compile=self._question.compiles, fp32=self._question.fp32))
             if of_micro_batch not in self._working:
                 self._working[of_micro_batch] = question.working(plan)
             table = activations(question.model, plan, question.shape, self._working[of_micro_batch])
@@ -273,7 +251,7 @@ class Books:
         again = (choice.inputs, choice.mlp_chunk, choice.attention)
         key = (choice.rows, choice.budget, choice.chunk, choice.richer_budget, choice.richer, *again, *in_parts)
         if key not in self._paces:
-            question, plan = self._question, choice.on(Plan(compile=self._compiled))
+            question, plan = self._question, choice.on(Plan(compile=self._question.compiles))
             pace = compute.pace(question.model, plan, question.shape, question.machine)
             paces = compute.layer_paces(question.model, plan, question.shape, question.machine)
             forward, backward = (sum(directions) for directions in zip(*paces, strict=True))
@@ -288,3 +266,14 @@ class Books:
             waves = waves_of(choice.on(Plan()), self._question.shape)
             self._largest_wave[key] = (max(waves), len(waves))
         return self._largest_wave[key]
+
+
+def _most(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """The largest number up to ``high`` that fits, or ``low``, which is taken to; what is smaller than one that fits does too."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low

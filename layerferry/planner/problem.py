@@ -83,6 +83,11 @@ class Problem:
     """per_device_train_batch_size: rows of a micro-batch on a CPU."""
     measured: Mapping[Key, Working] = field(default_factory=dict)
 
+    @property
+    def compiles(self) -> bool:
+        """Whether layers are compiled: as pinned, else on every device but a CPU."""
+        return self.pins.compile if self.pins.compile is not None else not self.machine.is_cpu
+
     def complete(self, plan: Plan) -> Plan:
         """``plan`` with its bytes and seconds."""
         working = self.working(plan)

@@ -120,7 +120,7 @@ def _base(question: Problem) -> Plan:
     machine, pins, shape = question.machine, question.pins, question.shape
     return Plan(
         fp32=question.fp32,
-        compile=pins.compile if pins.compile is not None else not machine.is_cpu,
+        compile=question.compiles,
         optimizer_threads=pins.optimizer_threads or max(1, machine.cores - 2),
         row_tokens=shape.row_tokens,
         rows_per_step=shape.rows_per_step,
@@ -130,8 +130,8 @@ def _base(question: Problem) -> Plan:
 def choices(question: Problem) -> Iterator[Choice]:
     """Everything that is considered, without units at home; of equals the first is taken."""
     pins, shape = question.pins, question.shape
-    budgets: tuple[float, ...] = BUDGETS if _base(question).compile else (1.0, 0.0)
-    richer = RICHER if _base(question).compile else 1.0
+    budgets: tuple[float, ...] = BUDGETS if question.compiles else (1.0, 0.0)
+    richer = RICHER if question.compiles else 1.0
     if pins.activation_budget is not None:
         budgets, richer = (pins.activation_budget,), 0.0
     pinned_inputs = min(pins.host_inputs or 0, question.model.num_layers)
