@@ -49,29 +49,6 @@ def write(folder: Path, files: Files, given: list[FileToWrite]) -> tuple[dict[st
         return writing.records(), gone
 
 
-class Refusing(Files):
-    """A file system that takes no direct write, although it opened the file for one."""
-
-    refused = 0
-
-    def write_at(self, descriptor: int, piece: memoryview, position: int) -> int:
-        real = os.pwrite
-
-        def pwrite(descriptor: int, piece: memoryview, position: int) -> int:
-            if is_direct(descriptor):
-                type(self).refused += 1
-                raise OSError(errno.EINVAL, "Invalid argument")
-            return real(descriptor, piece, position)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "pwrite", pwrite)
-            return super().write_at(descriptor, piece, position)
-
-
-def is_direct(descriptor: int) -> bool:
-    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
-
-
 class Stingy(QuickFiles):
     """Takes as little as it likes, at odd lengths."""
 
@@ -82,19 +59,37 @@ class Stingy(QuickFiles):
         return super().write_at(descriptor, piece[: self._random.randrange(1, 5000)], position)
 
 
-@pytest.mark.parametrize("files", [Files(), QuickFiles(), Stingy(), Refusing()])
-def test_bytes_and_sums(tmp_path: Path, files: Files) -> None:
+def check_bytes_and_sums(folder: Path, files: Files) -> None:
     """Tensors below and above a block and a chunk, an empty one, and lengths that are no multiple of anything."""
     shapes: list[list[tuple[int, ...]]] = [[(3,), (0, 4), (1,)], [(100, 301), (7,), (2, 2048)], [(8192 * 5 + 1,)], [(1,)] * 40]
     made = [file_of(f"file-{number}.safetensors", some, number) for number, some in enumerate(shapes)]
-    records, gone = write(tmp_path, files, [file for file, _ in made])
+    records, gone = write(folder, files, [file for file, _ in made])
     assert sorted(gone) == [file.name for file, _ in made]
     for file, tensors in made:
-        content = (tmp_path / file.name).read_bytes()
+        content = (folder / file.name).read_bytes()
         assert len(content) == file.num_bytes == records[file.name].num_bytes
         assert records[file.name].sums == tuple(zlib.crc32(content[i : i + CHUNK]) for i in range(0, len(content), CHUNK))
-        found = CheckpointFolder(tmp_path / file.name)
+        found = CheckpointFolder(folder / file.name)
         assert all(torch.equal(found.read(name), tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("files", [Files(), QuickFiles(), Stingy()])
+def test_bytes_and_sums(tmp_path: Path, files: Files) -> None:
+    check_bytes_and_sums(tmp_path, files)
+
+
+def test_a_file_system_that_opens_for_direct_writes_and_takes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, refused = os.pwrite, []
+
+    def refusing(descriptor: int, piece: memoryview, position: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(position)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(descriptor, piece, position)
+
+    monkeypatch.setattr(os, "pwrite", refusing)
+    check_bytes_and_sums(tmp_path, Files())
+    assert refused
 
 
 def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
