@@ -3,7 +3,7 @@
 #   make setup      .venv with torch, LayerFerry (editable) and the test tools
 #   make test       lint, types, the CPU suite, and a wheel built from a clean clone
 #   make test-gpu   the GPU suite, on a CUDA machine
-#   make soak       the long form of the reliability tests: about half an hour
+#   make soak       the long form of the reliability tests: about five minutes
 #   make docs       write the generated pages and pictures of docs/ again
 #   make demo       fine-tune a small model and talk to it (outputs/quickstart)
 #
