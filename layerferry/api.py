@@ -90,7 +90,8 @@ def load(
 
         plan = choose_for(skeleton, optimizer, config, backend, row_tokens=row_tokens)
     grad = FP32_PLANE if plan.carry_fp32 else GRAD_PLANE
-    store = Store(skeleton.units, plane_specs(optimizer.state_planes, grad=grad), backend, on_device=plan.on_device)
+    specs = plane_specs(optimizer.state_planes, grad=grad)
+    store = Store(skeleton.units, specs, backend, on_device=plan.on_device, keeps_gradients=not plan.on_arrival)
     _fill(store, skeleton, source, seed=config.train.seed)
     engine = Engine(skeleton, store, optimizer, backend, plan, seed=config.train.seed, folder=folder)
     engine.max_grad_norm = config.optim.max_grad_norm

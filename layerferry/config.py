@@ -187,6 +187,9 @@ class EngineConfig:
     compile: bool | None = None
     """None: on for CUDA, off elsewhere."""
     optimizer_threads: int | None = None
+    update_on_arrival: bool = False
+    """Update a unit as soon as its gradient is @host, and keep no gradients: 2 bytes a parameter less. Needs max_grad_norm: 0,
+    and a step that is not finite cannot be skipped: the run ends there."""
     timeline: bool = False
     """Record one step: timeline.json (Chrome, Perfetto) and timeline.png in the output folder."""
 

@@ -83,6 +83,9 @@ class Plan:
     """Indexes of the units whose planes, optimizer state included, live @device; nothing of them travels."""
     resident_gradients: bool = False
     """Several waves are summed @device in fp32, 4 bytes a parameter, instead of being carried @host."""
+    on_arrival: bool = False
+    """A unit is updated when its gradient is @host, behind the backward: gradients have a few buffers there and no planes.
+    Without clipping, and a step that is not finite cannot be skipped."""
     num_waves: int = 1
     """Groups of micro-batches that pass the layers one after the other; gradients are carried between them @host."""
     activation_budget: float = 1.0

@@ -26,7 +26,7 @@ from layerferry.optim.decay import decays
 from layerferry.optim.reference import ReferenceKernels
 from layerferry.plan import GIB, Plan
 from layerferry.planner.facts import Model
-from layerferry.planner.memory import DEVICE, Shape, items, unit_bytes
+from layerferry.planner.memory import DEVICE, Shape, arrival_bytes, items, unit_bytes
 from layerferry.store.store import plane_specs
 
 PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
@@ -101,6 +101,11 @@ FORMATS = {
     "`optim: sgd`": OptimConfig(optim="sgd"),
 }
 """Words of a configuration -> what they ask for."""
+ARRIVING = {
+    "`update_on_arrival: true`": OptimConfig(),
+    "`optim: adamw_8bit`, `update_on_arrival: true`": OptimConfig(optim="adamw_8bit"),
+}
+"""The same where gradients have a few buffers and no planes."""
 FORMAT_MODELS = ("Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B")
 FORMATS_TEXT = """### Other formats of the state
 
@@ -116,9 +121,11 @@ def format_rows(names: Sequence[str]) -> list[str]:
     titles = ("configuration", "weight", "residue", "gradient", "moments", "B/param", *names)
     models = [Model.of(skeleton(name)) for name in names]
     lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
-    for words, config in FORMATS.items():
+    for words, config in (FORMATS | ARRIVING).items():
         specs = plane_specs(optimizer_for(config).state_planes)
         held = [{kind: sum(unit_bytes(model, spec)) for kind, spec in specs.items()} for model in models]
+        if words in ARRIVING:
+            held = [{**own, GRAD: arrival_bytes(model, specs[GRAD], ())} for own, model in zip(held, models, strict=True)]
         first, params = held[0], models[0].num_params
         moments = sum(num_bytes for kind, num_bytes in first.items() if kind not in (WEIGHT, RESIDUE, GRAD))
         parts = [first[WEIGHT], first[RESIDUE], first[GRAD], moments, sum(first.values())]

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from layerferry.backends.base import Backend, Fence, Lane
 from layerferry.engine.clock import Clock
+from layerferry.layout import GRAD, Plane
 from layerferry.optim.base import Optimizer, StepHyper
 from layerferry.store.store import Store
 from layerferry.units import Unit
@@ -60,13 +61,26 @@ class DeferredSteps:
                 with self._clock.span(Lane.COMPUTE, f"step {unit.name}"):
                     self._optimizer.step(self._store.planes(unit), unit.layout, own, self._threads)
                 continue
-            self._ready[unit.index] = self._worker.submit(self._step, unit, own, drained[unit.index], held)
+            self._queue(unit, own, drained[unit.index], held, self._store.planes(unit))
 
-    def _step(self, unit: Unit, hyper: StepHyper, drained: Fence, held: Future[Fence] | None) -> Fence:
+    def arrived(self, unit: Unit, hyper: StepHyper, drained: Fence, grad: Plane) -> Future[Fence]:
+        """Update one unit @host from ``grad``, which is no plane of the store and may be used again when the future is done."""
+        held = self._held.pop(unit.index, None)
+        planes = {**self._store.planes(unit), GRAD: grad}
+        return self._queue(unit, replace(hyper, stream=unit.stream), drained, held, planes)
+
+    def _queue(
+        self, unit: Unit, hyper: StepHyper, drained: Fence, held: Future[Fence] | None, planes: Mapping[str, Plane]
+    ) -> Future[Fence]:
+        self._ready[unit.index] = update = self._worker.submit(self._step, unit, hyper, drained, held, planes)
+        return update
+
+    def _step(
+        self, unit: Unit, hyper: StepHyper, drained: Fence, held: Future[Fence] | None, planes: Mapping[str, Plane]
+    ) -> Fence:
         drained.synchronize()
         self._pass(Lane.HOST, held)
         begin = time.perf_counter()
-        planes = self._store.planes(unit)
         self._backend.touch(Lane.HOST, writes=[plane.buffer for plane in planes.values()])
         with self._clock.span(Lane.HOST, unit.name):
             self._optimizer.step(planes, unit.layout, hyper, self._threads)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from layerferry.backends.base import Backend, Fence, Lane
+from layerferry.engine.arrivals import GradientHomes
 from layerferry.engine.clock import Clock
 from layerferry.layout import FP32_PLANE, GRAD, Plane
 from layerferry.store.store import Store
@@ -88,8 +89,8 @@ class HomeAccumulators(SlabPool):
 class Drain:
     """Owns accumulators and slabs. ``drained`` and ``norms`` speak of the step's last wave."""
 
-    def __init__(self, backend: Backend, clock: Clock, store: Store, pool_of: dict[int, SlabPool]) -> None:
-        self._backend, self._clock, self._store, self._pool_of = backend, clock, store, pool_of
+    def __init__(self, backend: Backend, clock: Clock, store: Store, pool_of: dict[int, SlabPool], homes: GradientHomes) -> None:
+        self._backend, self._clock, self._store, self._pool_of, self._homes = backend, clock, store, pool_of, homes
         self.last_wave = True
         """Set by the engine before a wave: sums that stay @device leave it with the last one."""
         self.drained: dict[int, Fence] = {}
@@ -140,7 +141,7 @@ class Drain:
         if not self._expected:
             return
         piece = self._expected.popleft()
-        slab, grad = self._pool_of[piece.index].landing(), self._store.plane(piece.unit, GRAD)
+        slab, grad = self._pool_of[piece.index].landing(), self._homes.plane(piece.unit)
         if slab.free is not None:
             self._backend.wait(Lane.UPLOAD, slab.free)
         self._backend.wait(Lane.UPLOAD, self.drained[piece.index])
@@ -154,14 +155,14 @@ class Drain:
         with self._clock.waiting("link"):
             self._backend.wait(Lane.COMPUTE, arrival)
         self._backend.touch(Lane.COMPUTE, reads=[slab.buffer])
-        landed = Plane(piece.layout, self._store.plane(piece.unit, GRAD).spec, slab.buffer)
+        landed = Plane(piece.layout, self._homes.plane(piece.unit).spec, slab.buffer)
         for section, values in landed.sections.items():
             accumulator.sections[section].copy_(values)
         slab.free = self._backend.record(Lane.COMPUTE)
         self._bring_next()
 
     def _send(self, piece: Piece, pool: SlabPool, accumulator: Plane) -> None:
-        slab, grad = pool.leaving(), self._store.plane(piece.unit, GRAD)
+        slab, grad = pool.leaving(), self._homes.plane(piece.unit)
         if slab.free is not None:
             with self._clock.waiting("link"):
                 self._backend.wait(Lane.COMPUTE, slab.free)
@@ -177,6 +178,8 @@ class Drain:
         # of a unit in parts the last one to leave stands for all: a lane works in order
         self.drained[piece.index] = slab.free = self._backend.record(Lane.DOWNLOAD)
         self.drained_bytes += leaving.buffer.numel()
+        if self.last_wave:
+            self._homes.landed(piece, slab.free)
 
     def _note_norm(self, piece: Piece, norm: Tensor) -> None:
         shares = self._norms_of_parts.setdefault(piece.index, {})

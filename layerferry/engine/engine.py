@@ -11,7 +11,7 @@ import gc
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from layerferry.backends.base import Backend
+from layerferry.engine.arrivals import gradient_homes, refuse_carried_arrivals, refuse_clipping, taken_already
 from layerferry.engine.batch import MicroBatch
 from layerferry.engine.clock import Clock
 from layerferry.engine.compiled import preparer
@@ -108,7 +109,9 @@ class Engine:
         sizes = device_sizes(store.units, plan, store.specs)
         slots = slot_pools(store, sizes, backend)
         self.feed = Feed(backend, self.clock, store, self.deferred, slots)
-        self.drain = Drain(backend, self.clock, store, slab_pools(store, sizes, backend, plan))
+        refuse_carried_arrivals(plan)
+        homes, self._arrivals = gradient_homes(store, self.deferred, backend, self.clock, plan)
+        self.drain = Drain(backend, self.clock, store, slab_pools(store, sizes, backend, plan), homes)
         self._slots = [slot for pool in set(slots.values()) for slot in pool.slots]
         budgets = plan.layer_budgets(len(skeleton.layer_units))
         templates = Templates(skeleton, preparer(plan, skeleton.hidden_size), budgets)
@@ -139,7 +142,7 @@ class Engine:
         assert plan.on_device == self.plan.on_device and plan.fp32 == self.plan.fp32, "planes do not move"
         self.settle()
         self.backend.synchronize()
-        del self.feed, self.drain, self.kept, self._sweep, self._head_parts, self._slots
+        del self.feed, self.drain, self.kept, self._sweep, self._head_parts, self._slots, self._arrivals
         gc.collect()
         self.backend.drop_workspaces()
         self._allocate(plan)
@@ -163,7 +166,8 @@ class Engine:
         """One optimizer step over ``micro_batches``: the gradient is that of one batch of all their rows.
 
         Clips by global norm to ``max_grad_norm`` (None: the engine's own; 0: not at all). The update is deferred;
-        ``settle`` completes it.
+        ``settle`` completes it. Under a plan that updates on arrival, clipping is refused, and a step that is not finite raises
+        ``LayerFerryError``: it has been taken.
         """
         begin = time.perf_counter()
         refuse_beyond_plan(micro_batches, self.plan)
@@ -173,6 +177,11 @@ class Engine:
         report = _Counts(sum(m.num_targets for m in micro_batches), sum(m.num_tokens for m in micro_batches))
         if not denominator:
             return report.report(loss=math.nan, norm=math.nan, skipped=True, begin=begin, idle={})
+        limit = self.max_grad_norm if max_grad_norm is None else max_grad_norm
+        hyper = StepHyper(lr=lr, step=self.num_steps + 1)
+        if self._arrivals is not None:
+            refuse_clipping(limit)
+            self._arrivals.begin(hyper)
         loss = torch.zeros((), device=self.backend.device)
         router_loss = RouterLoss.of(self.skeleton.balance, micro_batches)
         waves = _waves(micro_batches, self.plan.num_waves)
@@ -194,10 +203,11 @@ class Engine:
             self._audited = True
         loss_value, norm_value = self._read(loss, self.drain.norms)
         if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
+            if self._arrivals is not None:
+                raise taken_already(hyper.step, loss_value, norm_value)
             self.feed.forget(stale=False)
             return report.report(loss=loss_value, norm=norm_value, skipped=True, begin=begin, idle=self.clock.take_waits())
-        limit = self.max_grad_norm if max_grad_norm is None else max_grad_norm
-        self._defer(StepHyper(lr=lr, step=self.num_steps + 1, grad_scale=clip_coefficient(norm_value, limit)))
+        self._defer(replace(hyper, grad_scale=clip_coefficient(norm_value, limit)))
         self.num_steps += 1
         return report.report(loss=loss_value, norm=norm_value, skipped=False, begin=begin, idle=self.clock.take_waits())
 
@@ -209,7 +219,11 @@ class Engine:
 
     def _defer(self, hyper: StepHyper) -> None:
         self.feed.forget(stale=True)
-        self.deferred.defer([unit for unit in self.update_order if unit.num_trained], hyper, self.drain.drained)
+        arrived = self._arrivals is not None
+        waiting = [
+            unit for unit in self.update_order if unit.num_trained and not (arrived and unit.index not in self.store.on_device)
+        ]
+        self.deferred.defer(waiting, hyper, self.drain.drained)
 
     # ---------------------------------------------------------------- the rest
 

@@ -15,6 +15,9 @@ PART_BUFFERS = 2
 
 PADDING = 8
 """Rows are padded to a multiple of this many tokens."""
+ARRIVALS = {True: 3, False: 1}
+"""By ``unit.is_layer``: buffers @host that gradients arrive in where they are consumed on arrival. One layer's is read by the
+optimizer while the next lands; the ends' gradients arrive at the two ends of the backward."""
 LEAVING = 2
 """Inputs on their way to the host, at most: each is held @device until it is there."""
 LANDINGS = 2
@@ -66,6 +69,16 @@ def device_sizes(units: Sequence[Unit], plan: Plan, specs: Mapping[str, PlaneSpe
             num_slabs=(plan.num_slabs if kind else of_ends) if drained else 0,
             num_landings=(2 if kind else of_ends) if carried and drained else 0,
         )
+    return sizes
+
+
+def arrival_sizes(units: Sequence[Unit], plan: Plan, specs: Mapping[str, PlaneSpec]) -> dict[bool, tuple[int, int]]:
+    """By ``unit.is_layer``: how many buffers @host gradients arrive in, and bytes of each; none where gradients have planes."""
+    sizes = {}
+    for kind, count in ARRIVALS.items():
+        arriving = [unit for unit in units if unit.is_layer is kind and unit.num_trained and unit.index not in plan.on_device]
+        largest = max((unit.layout.bytes(specs[GRAD]) for unit in arriving), default=0)
+        sizes[kind] = (min(count, len(arriving)) if plan.on_arrival else 0, largest)
     return sizes
 
 

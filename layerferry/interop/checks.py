@@ -81,6 +81,11 @@ def _check_steps(config: Config, fail: Fail) -> None:
         raise fail("optim_args", f"expected a momentum from 0 to below 1, found {optim.momentum:g}")
     if train.fp32 and optim.master_weights in ("24bit", "bf16"):
         raise fail("master_weights", f"{optim.master_weights} contradicts fp32: fp32 weights are whole, leave the key out")
+    if config.engine.update_on_arrival and optim.max_grad_norm:
+        raise fail(
+            "update_on_arrival",
+            f"does not wait for the norm of all gradients, which max_grad_norm: {optim.max_grad_norm:g} needs: set that to 0",
+        )
     if optim.adam_epsilon <= 0:
         raise fail("adam_epsilon", "expected more than 0")
     for key, strategy, steps in (

@@ -17,7 +17,7 @@ from layerferry.engine.sizes import InputSizes, input_sizes
 from layerferry.layout import FP32_PLANE, GRAD, WEIGHT, PlaneSpec
 from layerferry.plan import Plan
 from layerferry.planner import compute
-from layerferry.planner.memory import Working, activations, buffers, plan_specs, unit_bytes
+from layerferry.planner.memory import Working, activations, arrival_bytes, buffers, plan_specs, unit_bytes
 from layerferry.planner.problem import ESTIMATE_MARGIN, Problem, device_budget, host_budget, places
 from layerferry.planner.time import layer_uploads, waves_of
 
@@ -76,7 +76,7 @@ class _Weights:
             by_unit = [unit_bytes(model, spec) for spec in kinds]
             return [0, *accumulate(sum(column) for column in zip(*by_unit, strict=True))]
 
-        self.planes = running(*specs.values())
+        self.planes = running(*(spec for kind, spec in specs.items() if kind != GRAD or not question.on_arrival))
         self.at_home = running(*(FP32_PLANE if kind == GRAD else spec for kind, spec in specs.items()))
         self.weight, self.grad = running(specs[WEIGHT]), running(specs[GRAD])
         self.trained = [0, *accumulate(unit.num_trained for unit in model.units)]
@@ -104,7 +104,8 @@ class Books:
         if self._question.machine.one_memory:
             return 0
         planes = self._weights[choice.carry].planes
-        return min(bisect_left(planes, planes[-1] + self._inputs_of(choice).host_bytes - self._host), self._units)
+        beside = self._inputs_of(choice).host_bytes + self._arrivals_of(choice)
+        return min(bisect_left(planes, planes[-1] + beside - self._host), self._units)
 
     # ---------------------------------------------------------------- bytes
 
@@ -175,12 +176,17 @@ class Books:
 
     def host(self, choice: Choice) -> int:
         planes = self._weights[choice.carry].planes
-        return planes[-1] - planes[choice.home] + self._inputs_of(choice).host_bytes
+        return planes[-1] - planes[choice.home] + self._inputs_of(choice).host_bytes + self._arrivals_of(choice)
 
     def device(self, choice: Choice) -> int:
         """With the margin for estimates."""
         there = self._weights[choice.carry].at_home[choice.home] + self._inputs_of(choice).device_bytes
         return there + self._buffers_of(choice) + self._activations_of(choice)
+
+    def _arrivals_of(self, choice: Choice) -> int:
+        if not self._question.on_arrival:
+            return 0
+        return arrival_bytes(self._question.model, self._specs[choice.carry][GRAD], tuple(range(choice.home)))
 
     def _inputs_of(self, choice: Choice) -> InputSizes:
         key = (choice.rows, choice.waves, choice.inputs)
@@ -243,7 +249,8 @@ class Books:
         home = compute.home_step_s(weights.trained[choice.home], machine)
         drains = compute.drain_s(weights.trained[choice.home] + (carried + 1) * away, machine)
         total = work + home + drains
-        return max(total + max(optimizer - home - micro_batches * forward, 0.0), upload, download)
+        window = total if self._question.on_arrival else home + micro_batches * forward
+        return max(total + max(optimizer - window, 0.0), upload, download)
 
     def _compute_of(self, choice: Choice) -> tuple[float, float]:
         """(all micro-batches, the forward of one through the layers)."""

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from layerferry.backends.base import Backend
 from layerferry.config import Config
 from layerferry.errors import PlanError
-from layerferry.layout import PlaneSpec
+from layerferry.layout import GRAD, PlaneSpec
 from layerferry.models.skeleton import Skeleton
 from layerferry.optim.base import Optimizer
 from layerferry.plan import Plan, Seconds, size_text
 from layerferry.planner import calibrate
 from layerferry.planner.facts import Model
 from layerferry.planner.machine import Machine, machine_for
-from layerferry.planner.memory import Shape, Working, plan_specs, unit_bytes
+from layerferry.planner.memory import Shape, Working, arrivals, plan_specs, unit_bytes
 from layerferry.planner.problem import ESTIMATE_MARGIN, Pins, Problem, key_of, problem
 from layerferry.planner.remedies import shortfall
 from layerferry.planner.search import is_exact, search
@@ -110,6 +110,11 @@ def with_notes(question: Problem, plan: Plan) -> Plan:
         notes.append(_limit(plan, plan.seconds))
     if not is_exact(plan):
         notes.append(f"{plan.num_waves} waves carry gradients in bf16: one rounding a wave")
+    if plan.on_arrival:
+        notes.append(
+            "units are updated when their gradients arrive: nothing is clipped, and a step that is not finite cannot be "
+            "skipped; the run ends there"
+        )
     if not plan.calibrated and not question.machine.is_cpu:
         notes.append(f"activations are estimated, not measured: {ESTIMATE_MARGIN:.0%} of them is kept free")
     limit, pinned = question.machine.locked_limit, pinned_bytes(question, plan)
@@ -128,8 +133,10 @@ def with_notes(question: Problem, plan: Plan) -> Plan:
 def pinned_bytes(question: Problem, plan: Plan) -> int:
     """Bytes of weights and gradients @host, which are pinned because they travel."""
     specs, home = plan_specs(question.specs, plan), frozenset(plan.on_device)
-    planes = [unit_bytes(question.model, specs[kind]) for kind in TRAVELLING]
-    return sum(num_bytes for plane in planes for index, num_bytes in enumerate(plane) if index not in home)
+    kept = [kind for kind in TRAVELLING if kind != GRAD or not plan.on_arrival]
+    planes = [unit_bytes(question.model, specs[kind]) for kind in kept]
+    arriving = sum(item.num_bytes for item in arrivals(question.model, specs, plan))
+    return arriving + sum(num_bytes for plane in planes for index, num_bytes in enumerate(plane) if index not in home)
 
 
 def _limit(plan: Plan, seconds: Seconds) -> str:

@@ -35,7 +35,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from layerferry.engine.sizes import LEAVING, DeviceSizes, device_sizes, input_sizes, micro_batches_of_wave
+from layerferry.engine.sizes import LEAVING, DeviceSizes, arrival_sizes, device_sizes, input_sizes, micro_batches_of_wave
 from layerferry.layout import FP32_PLANE, GRAD, RESIDUE, WEIGHT, PlaneSpec
 from layerferry.plan import Item, Plan
 from layerferry.planner.facts import Kept, Model
@@ -153,7 +153,8 @@ def items(
     working = working or estimate(model, plan, shape)
     home = frozenset(plan.on_device)
     return (
-        *planes(model, specs, home),
+        *planes(model, specs, home, keeps_gradients=not plan.on_arrival),
+        *arrivals(model, specs, plan),
         *kept_inputs(model, plan, shape),
         *buffers(model, specs, plan),
         *activations(model, plan, shape, working),
@@ -172,13 +173,31 @@ def kept_inputs(model: Model, plan: Plan, shape: Shape) -> tuple[Item, ...]:
     )
 
 
-def planes(model: Model, specs: Mapping[str, PlaneSpec], home: frozenset[int]) -> tuple[Item, ...]:
+def arrivals(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan) -> tuple[Item, ...]:
+    """Exactly what ``engine/arrivals.py`` allocates."""
+    if not plan.on_arrival:
+        return ()
+    num_bytes = arrival_bytes(model, specs[GRAD], plan.on_device)
+    return (Item(what="buffers that gradients arrive in", place=HOST, num_bytes=num_bytes),)
+
+
+@lru_cache(maxsize=256)
+def arrival_bytes(model: Model, grad: PlaneSpec, home: tuple[int, ...]) -> int:
+    """Of all buffers, with the units ``home`` @device."""
+    sizes = arrival_sizes(model.units, Plan(on_arrival=True, on_device=home), {GRAD: grad})
+    return sum(count * num_bytes for count, num_bytes in sizes.values())
+
+
+def planes(
+    model: Model, specs: Mapping[str, PlaneSpec], home: frozenset[int], *, keeps_gradients: bool = True
+) -> tuple[Item, ...]:
     """One line a plane kind @host, one for the units at home @device: exactly what the store allocates."""
     host, device = [], 0
     for kind, spec in specs.items():
         by_unit = unit_bytes(model, spec)
         there = sum(by_unit[index] for index in home)
-        host.append(Item(what=_NAMES.get(kind, kind), place=HOST, num_bytes=sum(by_unit) - there))
+        if kind != GRAD or keeps_gradients:
+            host.append(Item(what=_NAMES.get(kind, kind), place=HOST, num_bytes=sum(by_unit) - there))
         at_home = unit_bytes(model, FP32_PLANE if kind == GRAD else spec)  # gradients are summed where they are read
         device += sum(at_home[index] for index in home)
     if home:

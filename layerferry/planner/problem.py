@@ -81,6 +81,8 @@ class Problem:
     fp32: bool
     user_rows: int
     """per_device_train_batch_size: rows of a micro-batch on a CPU."""
+    on_arrival: bool = False
+    """The user wants units updated when their gradients arrive."""
     measured: Mapping[Key, Working] = field(default_factory=dict)
 
     @property
@@ -145,6 +147,7 @@ def problem(model: Model, specs: Mapping[str, PlaneSpec], machine: Machine, conf
         shape=shape,
         pins=Pins.of(config),
         fp32=train.fp32,
+        on_arrival=config.engine.update_on_arrival,
         user_rows=train.per_device_train_batch_size,
     )
 

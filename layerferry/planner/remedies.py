@@ -13,7 +13,7 @@ from layerferry.layout import GRAD, RESIDUE, WEIGHT
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.formats import StateFormat
 from layerferry.plan import Plan, size_text
-from layerferry.planner.memory import DEVICE, HOST, plan_specs, planes, unit_bytes
+from layerferry.planner.memory import DEVICE, HOST, arrivals, plan_specs, planes
 from layerferry.planner.problem import Problem, needs
 from layerferry.planner.search import search
 
@@ -50,6 +50,7 @@ def _remedies(question: Problem, plan: Plan) -> Iterator[str]:
         yield from _too_small_for_buffers(question, plan)
     if HOST in short:
         yield from _fewer_bits(question)
+        yield from _on_arrival(question)
     if _planes_fit(question, plan):
         yield from _unpinned(question)
         yield from _shorter_rows(question)
@@ -70,7 +71,8 @@ def _planes_fit(question: Problem, plan: Plan) -> bool:
 def _planes(question: Problem, plan: Plan) -> int:
     """Bytes @host of everything that outlives a step."""
     home = frozenset(plan.on_device)
-    table = planes(question.model, plan_specs(question.specs, plan), home)
+    specs = plan_specs(question.specs, plan)
+    table = planes(question.model, specs, home, keeps_gradients=not plan.on_arrival) + arrivals(question.model, specs, plan)
     return sum(item.num_bytes for item in table if item.place == HOST)
 
 
@@ -124,10 +126,18 @@ def _fewer_bits(question: Problem) -> Iterator[str]:
         yield f"optim: adamw_8bit fits ({_totals(question, plan)})"
 
 
+def _on_arrival(question: Problem) -> Iterator[str]:
+    """No gradients kept, where that fits."""
+    if question.on_arrival:
+        return
+    plan, found = search(replace(question, on_arrival=True))
+    if found:
+        yield f"update_on_arrival: true with max_grad_norm: 0 fits ({_totals(question, plan)})"
+
+
 def _smaller_model(question: Problem, plan: Plan) -> Iterator[str]:
     needed, there = needs(plan, question.machine)[HOST]
-    stored = sum(sum(unit_bytes(question.model, spec)) for spec in plan_specs(question.specs, plan).values())
-    per_param = stored / question.model.num_params
+    per_param = _planes(question, replace(plan, on_device=())) / question.model.num_params
     most = (there - (needed - _planes(question, plan))) / per_param
     if most > 0:
         size = question.model.num_params

@@ -19,10 +19,10 @@ The host is taken to run ahead of the device. Of many waves the third stands for
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from layerferry.engine.sizes import LANDINGS, LEAVING, PART_BUFFERS
+from layerferry.engine.sizes import ARRIVALS, LANDINGS, LEAVING, PART_BUFFERS
 from layerferry.planner.end_slots import EndSlots, head_part, prologue_part, uses_of_ends
 
 
@@ -74,19 +74,29 @@ class Program:
     resident_gradients: bool
     num_below: int = 0
     """Layers that the backward does not come to."""
+    on_arrival: bool = False
+    """Updates begin when gradients are @host, and gradients wait for a free buffer there."""
     home_step_s: float = 0.0
 
 
 def waits(program: Program) -> Waits:
     """Of one step in the steady state."""
-    run, last = _Run(program), len(program.waves) - 1
+    if not program.on_arrival:
+        return _step(_Run(program)).found
+    before = _step(_Run(program))  # the step before this one leaves updates to be waited for
+    left = {unit: max(done - before.compute, 0.0) for unit, done in before.updated.items()}
+    return _step(_Run(program, updated=left, worker=max(before.worker - before.compute, 0.0))).found
+
+
+def _step(run: _Run) -> _Run:
+    program, last = run.program, len(run.program.waves) - 1
     for number in sorted({0, 1, 2, last} & set(range(last + 1))):
         before = Waits(run.found.updates, run.found.copies)
         run.wave(program.waves[number], first=number == 0, last=number == last)
         if number == 2 and last > 3:  # the waves between the third and the last are like the third
             run.found.updates += (last - 3) * (run.found.updates - before.updates)
             run.found.copies += (last - 3) * (run.found.copies - before.copies)
-    return run.found
+    return run
 
 
 class _Ring:
@@ -96,15 +106,21 @@ class _Ring:
         self.free = [0.0] * max(count, 1)
         self._turn = 0
 
+    @property
+    def next(self) -> int:
+        """What ``take`` will give."""
+        return (self._turn + 1) % len(self.free)
+
     def take(self) -> int:
-        self._turn = (self._turn + 1) % len(self.free)
+        self._turn = self.next
         return self._turn
 
 
 class _Run:
     """The lanes' clocks. A unit is known by its index here: layers from 0, parts of the ends below 0."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, *, updated: Mapping[int, float] | None = None, worker: float = 0.0) -> None:
+        """``updated``, ``worker``: when the step before has updated its units, and when the worker is free: on arrival alone."""
         self.program = program
         self.num_slots = max(program.num_slots, 1)
         self.travelling = [index for index, layer in enumerate(program.layers) if not layer.home]
@@ -115,7 +131,10 @@ class _Run:
         self.end_slots, self.num_end_slots = EndSlots(of_ends), of_ends
         self.compute, self.upload, self.download = program.home_step_s, 0.0, 0.0
         self.found = Waits()
-        self.updated: dict[int, float] = {}
+        self.updated: dict[int, float] = dict(updated or {})
+        self.worker = worker
+        self.arrivals = {kind: _Ring(count) for kind, count in ARRIVALS.items()}
+        self.arriving: list[int] = []
         self.arrived: dict[int, float] = {}
         self.drained: dict[int, float] = {}
         self.landed: dict[int, tuple[float, _Ring, int]] = {}
@@ -124,7 +143,8 @@ class _Run:
         self.landing = {True: _Ring(2), False: _Ring(of_ends)}
         self.expected: deque[int] = deque()
         self.held_back: list[tuple[int, float]] | None = None
-        self._begin_updates()
+        if not program.on_arrival:
+            self._begin_updates()
 
     def piece(self, unit: int) -> Piece:
         if unit >= 0:
@@ -318,11 +338,28 @@ class _Run:
         piece = self.piece(unit)
         if not piece.trained or (not last and (piece.home or self.program.resident_gradients)):
             return
-        if not piece.home:
-            ring = self.leaving[unit >= 0]
-            slab = ring.take()
-            self._wait(ring.free[slab])
+        if piece.home:
+            self.compute += piece.drain
+            return
+        ring = self.leaving[unit >= 0]
+        slab = ring.take()
+        self._wait(ring.free[slab])
         self.compute += piece.drain
-        if not piece.home:
-            self.download = max(self.download, self.compute) + piece.send
-            self.drained[unit] = ring.free[slab] = self.download
+        if self.program.on_arrival and not self.arriving:
+            buffers = self.arrivals[unit >= 0]
+            self._wait(buffers.free[buffers.next], for_update=True)
+        self.download = max(self.download, self.compute) + piece.send
+        self.drained[unit] = ring.free[slab] = self.download
+        if self.program.on_arrival:
+            self._arrive(unit)
+
+    def _arrive(self, unit: int) -> None:
+        """The worker takes a unit up when its last part has come."""
+        self.arriving.append(unit)
+        whole = next((pieces for pieces in (self.first, self.head) if unit in pieces), [unit])
+        if len(self.arriving) == len(whole):
+            self.worker = max(self.worker, self.download) + sum(self.piece(part).update for part in whole)
+            self.updated |= dict.fromkeys(whole, self.worker)
+            buffers = self.arrivals[unit >= 0]
+            buffers.free[buffers.take()] = self.worker
+            self.arriving.clear()

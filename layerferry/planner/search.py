@@ -120,6 +120,7 @@ def _base(question: Problem) -> Plan:
     machine, pins, shape = question.machine, question.pins, question.shape
     return Plan(
         fp32=question.fp32,
+        on_arrival=question.on_arrival,
         compile=question.compiles,
         optimizer_threads=pins.optimizer_threads or max(1, machine.cores - 2),
         row_tokens=shape.row_tokens,
@@ -140,7 +141,7 @@ def choices(question: Problem) -> Iterator[Choice]:
     for rows in rows_choices:
         chunks = _chunk_choices(question, min(rows, shape.rows_per_step) * shape.row_tokens)
         for waves in _wave_choices(question, rows, last=rows == min(rows_choices)):
-            carries = ((False, False),) if waves == 1 else CARRIES
+            carries = ((False, False),) if waves == 1 else CARRIES[:1] if question.on_arrival else CARRIES
             kinds = product(parts_choices, budgets, chunks, buffer_choices, carries)
             for parts, budget, chunk, (slots, slabs), (resident, carry) in kinds:
                 if not (carry and question.fp32):

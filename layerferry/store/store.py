@@ -38,19 +38,29 @@ class Store:
     rest)."""
 
     def __init__(
-        self, units: Sequence[Unit], specs: Mapping[str, PlaneSpec], backend: Backend, *, on_device: Iterable[int] = ()
+        self,
+        units: Sequence[Unit],
+        specs: Mapping[str, PlaneSpec],
+        backend: Backend,
+        *,
+        on_device: Iterable[int] = (),
+        keeps_gradients: bool = True,
     ) -> None:
-        """``on_device``: indexes of the units whose planes live @device."""
+        """``on_device``: indexes of the units whose planes live @device. The others have a gradient plane only where
+        ``keeps_gradients``."""
         self.units = tuple(units)
         self.specs = dict(specs)
         self.on_device = frozenset(on_device)
+        self._keeps_gradients = keeps_gradients
         self._planes = [
             {kind: self._plane(backend, unit, kind, spec) for kind, spec in self.specs_of(unit).items()} for unit in self.units
         ]
 
     def specs_of(self, unit: Unit) -> dict[str, PlaneSpec]:
         """A unit that lives @device sums its gradient where it is read, in fp32."""
-        return {**self.specs, GRAD: FP32_PLANE} if unit.index in self.on_device else self.specs
+        if unit.index in self.on_device:
+            return {**self.specs, GRAD: FP32_PLANE}
+        return {kind: spec for kind, spec in self.specs.items() if kind != GRAD or self._keeps_gradients}
 
     def _plane(self, backend: Backend, unit: Unit, kind: str, spec: PlaneSpec) -> Plane:
         num_bytes = unit.layout.bytes(spec)

@@ -17,6 +17,7 @@ from typing import Any
 
 from layerferry.data import StepBatch
 from layerferry.engine.anomaly import NonFinite
+from layerferry.engine.arrivals import SpoiltStep
 from layerferry.engine.engine import StepReport
 from layerferry.errors import LayerFerryError
 from layerferry.trainer.history import write_json
@@ -93,11 +94,13 @@ class SpikeGuard:
 
 @contextmanager
 def named_rows(batch: StepBatch) -> Iterator[None]:
-    """What ``detect_anomaly`` finds inside is told with the batch's rows."""
+    """What ``detect_anomaly`` finds inside, and a step that could not be skipped, is told with the batch's rows."""
     try:
         yield
     except NonFinite as error:
         raise LayerFerryError(f"detect_anomaly: {error}; rows {shown(batch.sample_ids)}") from error
+    except SpoiltStep as error:
+        raise LayerFerryError(f"{error}; its rows: {shown(batch.sample_ids)}") from error
 
 
 def shown(sample_ids: list[int]) -> str:

@@ -138,7 +138,8 @@ def train(config: Config) -> None:
             cursor=state.cursor,
             totals=replace(state.totals),
             last_eval=state.last_eval,
-            retreat=lambda steps_done: retreat(engine, question, steps_done=steps_done),
+            # a step that updates on arrival and fails has taken something already
+            retreat=None if engine.plan.on_arrival else lambda steps_done: retreat(engine, question, steps_done=steps_done),
             checkpoints=Checkpoints(saver, side_files(engine, loaded.tokenizer)),
             reporters=reporters,
             progress=stack.enter_context(progress(plain=config.train.disable_tqdm)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,28 @@ def test_nothing_of_a_checkpoint_that_failed_is_in_the_next(
     train(engine, range(1, 2))
     saved = save(engine, tmp_path, 2)
     assert_same(state_of(load(model_of(family), saved.folder)), state_of(engine))
+
+
+def test_updates_on_arrival_are_saved_and_taken_up_by_other_plans(tmp_path: Path) -> None:
+    """Written while the next steps are taken: a unit that is being read is not updated, and its gradient waits in its buffer."""
+    model, arriving = model_of(), replace(PLANS["streamed"], on_arrival=True)
+    for seed in range(2):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        engine = engine_of(model, arriving, backend=ChaosBackend(seed), max_grad_norm=0.0)
+        train(engine, range(2))
+        saver = Saver(engine, folder, run=RUN, spare_bytes=partial(int, 300_000 * seed))
+        saver.start(2, {})
+        train(engine, range(2, 4))
+        saved = saver.take_outcome(wait=True)
+        assert saved is not None and saved.fault is None
+        saver.close()
+        for plan in (arriving, PLANS["streamed"]):
+            again = load(model, saved.folder, plan, max_grad_norm=0.0)
+            train(again, range(2, 4))
+            assert_same(state_of(again), state_of(engine))
+            again.close()
+        engine.close()
 
 
 def test_gradient_planes_of_four_bytes(tmp_path: Path) -> None:

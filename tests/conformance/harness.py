@@ -102,7 +102,7 @@ def make_engine(
     skeleton = Skeleton(_fresh(model, dtype), decays=lambda *_: True, device=backend.device, fp32=plan.fp32)
     optimizer = optimizer or AdamW(kernels=ReferenceKernels())
     specs = plane_specs(optimizer.state_planes, **({"grad": FP32_PLANE} if plan.carry_fp32 else {}))
-    store = Store(skeleton.units, specs, backend, on_device=plan.on_device)
+    store = Store(skeleton.units, specs, backend, on_device=plan.on_device, keeps_gradients=not plan.on_arrival)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     for unit in skeleton.units:
         for entry in unit.layout.entries:

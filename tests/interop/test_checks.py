@@ -31,6 +31,7 @@ LEAST = ["model_name_or_path=m", "finetuning_type=full", "bf16=true"]
         ("dataset=d adam_epsilon=0", "adam_epsilon: expected more than 0"),
         ("dataset=d optim=sgd optim_args=momentum=1", "optim_args: expected a momentum from 0 to below 1"),
         ("dataset=d bf16=false fp32=true master_weights=24bit", "master_weights: 24bit contradicts fp32"),
+        ("dataset=d update_on_arrival=true", "update_on_arrival: does not wait .* max_grad_norm: 1 needs: set that to 0"),
         ("dataset=d save_steps=0", "save_steps: expected a whole number of steps"),
         ("dataset=d logging_steps=2.5", "logging_steps: expected a whole number of steps"),
         ("dataset=d device=tpu", "device: expected auto, cuda, cuda:N, cpu or chaos"),
@@ -55,6 +56,7 @@ def test_a_broken_rule_is_an_error(overrides: str, message: str) -> None:
         "dataset=d save_strategy=no save_steps=0",
         "dataset=d optim=sgd optim_args=momentum=0.9",
         "dataset=d optim=paged_adamw_8bit master_weights=bf16",
+        "dataset=d update_on_arrival=true max_grad_norm=0",
     ],
 )
 def test_what_is_allowed_stays_allowed(overrides: str) -> None:

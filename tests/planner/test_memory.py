@@ -109,11 +109,35 @@ def test_carrying_in_fp32_costs_two_bytes_a_parameter_and_is_planned() -> None:
     assert sum(i.num_bytes for i in items(Model.of(built), specs(), plan, SHAPE) if i.place == HOST) == store.num_bytes
 
 
+@pytest.mark.parametrize("home", [(), (0, 2), (0, 1, 2, 3, 4)])
+@pytest.mark.parametrize(("waves", "parts"), [(1, 3), (2, 1)])
+def test_updates_on_arrival_need_no_gradient_planes(home: tuple[int, ...], waves: int, parts: int) -> None:
+    built, backend = skeleton("llama"), CountingBackend()
+    plan = Plan(
+        on_arrival=True, num_waves=waves, resident_gradients=waves > 1, micro_batch_rows=2, rows_per_step=4, end_parts=parts
+    )
+    plan = replace(plan, on_device=home)
+    store = Store(built.units, specs(), backend, on_device=home, keeps_gradients=False)
+    Engine(built, store, AdamW(kernels=ReferenceKernels()), backend, plan).close()
+    planned = items(Model.of(built), specs(), plan, SHAPE)
+    assert sum(item.num_bytes for item in planned if item.place == HOST) == backend.host_bytes
+    assert not any(item.what == "gradients" for item in planned)
+
+
 def test_a_real_7b_takes_14_bytes_a_parameter() -> None:
     built = skeleton("qwen2", **{**QWEN_7B, "num_hidden_layers": 2})
     model = Model.of(built)
     host = sum(i.num_bytes for i in items(model, specs(), Plan(), SHAPE) if i.place == HOST)
     assert 14.0 <= host / model.num_params < 14.001, "alignment of 256 bytes a parameter is all there is beside the 14"
+
+
+def test_a_real_7b_takes_12_bytes_a_parameter_on_arrival_beside_its_buffers() -> None:
+    built = skeleton("qwen2", **{**QWEN_7B, "num_hidden_layers": 28})
+    model = Model.of(built)
+    host = sum(i.num_bytes for i in items(model, specs(), Plan(on_arrival=True), SHAPE) if i.place == HOST)
+    layer, end = model.layer_units[0].numel, max(unit.numel for unit in model.units if not unit.is_layer)
+    assert 12.0 <= (host - 2 * (3 * layer + end)) / model.num_params < 12.001
+    assert host / model.num_params < 12.4
 
 
 _GROWTH = """

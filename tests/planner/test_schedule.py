@@ -116,3 +116,21 @@ def test_many_waves_are_like_the_third() -> None:
     slow = replace(FREE, upload=2.0, bring=3.0, send=1.0)
     few, more, most = (step(slow, waves=[1.0] * count).copies for count in (8, 9, 10))
     assert most - more == pytest.approx(more - few) and more > few
+
+
+@pytest.mark.parametrize("update", [0.5, 6.0, 10.0, 30.0])
+def test_updates_on_arrival_hide_behind_the_backward(update: float) -> None:
+    """The worker begins when the first of L layers has passed its 8 s of backward, and the first unit of the next forward is
+    updated last: it waits for one update where they are faster than the backward, else for what is left of L of them."""
+    found = step(replace(FREE, update=update), on_arrival=True)
+    assert found.updates == pytest.approx(max(update, 8.0 + LAYERS * update - 8.0 * LAYERS))
+    assert found.copies == 0.0
+
+
+def test_gradients_that_find_no_free_buffer_hold_the_backward() -> None:
+    """The worker is busy with the head for 100 s: three layers' gradients find a buffer, the fourth's, 32 s later, waits for the
+    rest of them. The next forward begins with the embedding's 100 s."""
+    found = step(end=replace(END, update=100.0), on_arrival=True)
+    assert found.updates == pytest.approx((100.0 - 32.0) + 100.0)
+    one_layer = step(layers=[FREE], end=replace(END, update=100.0), on_arrival=True)
+    assert one_layer.updates == pytest.approx((100.0 - 8.0) + 100.0), "the embedding's waits for the one buffer of the ends"

@@ -9,6 +9,7 @@ import pytest
 
 from layerferry.data import Cursor, StepBatch
 from layerferry.engine.anomaly import NonFinite
+from layerferry.engine.arrivals import taken_already
 from layerferry.engine.engine import StepReport
 from layerferry.errors import LayerFerryError
 from layerferry.trainer.guards import SkipGuard, SpikeGuard, named_rows, shown
@@ -52,6 +53,11 @@ def test_a_jump_is_told_with_its_rows(caplog: pytest.LogCaptureFixture) -> None:
         assert guard.look(BATCH, report(7.0), 101)
         assert guard.look(BATCH, report(7.0), 102), "a spike does not lift the mean"
     assert "step 101: the loss jumped to 7.0000 (lately 2." in caplog.text and "rows 3, 1, 4" in caplog.text
+
+
+def test_a_step_that_could_not_be_skipped_is_told_with_its_rows() -> None:
+    with pytest.raises(LayerFerryError, match=r"step 8 was not finite .* its rows: 3, 1, 4"), named_rows(BATCH):
+        raise taken_already(8, float("nan"), 1.0)
 
 
 def test_the_first_steps_are_no_jump() -> None:
