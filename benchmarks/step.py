@@ -68,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--chunk-tokens", type=int, default=8192)
     parser.add_argument("--optim", default="adamw_torch", help="optimizer format: adamw_8bit, lion_8bit ...")
     parser.add_argument("--master-weights", default="auto", help="fp32, 24bit or bf16; auto: what the format likes")
+    parser.add_argument("--on-arrival", type=int, default=0, help="1: updates when gradients arrive, without clipping")
     parser.add_argument("--threads", type=int, default=0, help="optimizer threads; 0: cores - 2")
     parser.add_argument("--settle", type=int, default=0, help="1: every step waits for its own updates (an ablation)")
     parser.add_argument("--split-from", type=int, default=32768, help="rows from here on say how much of a step is attention")
@@ -106,6 +107,7 @@ def plan_of(args: argparse.Namespace, on_cuda: bool) -> Plan:
     return Plan(
         on_device=tuple(range(args.home)),
         resident_gradients=bool(args.resident_gradients),
+        on_arrival=bool(args.on_arrival),
         num_slots=args.slots,
         num_slabs=args.slabs,
         end_parts=args.end_parts,
@@ -126,15 +128,17 @@ def plan_of(args: argparse.Namespace, on_cuda: bool) -> Plan:
 
 
 def config_for(args: argparse.Namespace, folder: str) -> Config:
+    kept = {"optim": args.optim, "master_weights": args.master_weights, "max_grad_norm": 0.0 if args.on_arrival else 1.0}
     return Config(
         model=ModelConfig(model_name_or_path=folder, train_from_scratch=True),
-        optim=OptimConfig(weight_decay=0.01, optim=args.optim, master_weights=args.master_weights),
+        optim=OptimConfig(weight_decay=0.01, **kept),
         data=DataConfig(neat_packing=bool(args.sample_tokens)),
         train=TrainConfig(per_device_train_batch_size=args.rows),
         engine=EngineConfig(
             device=args.device,
             device_memory=int(args.device_memory * GIB) or None,
             host_memory=int(args.host_memory * GIB) or None,
+            update_on_arrival=bool(args.on_arrival),
         ),
     )
 
