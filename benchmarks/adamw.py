@@ -6,6 +6,8 @@ it. Rates are of the best repeat, as STREAM's are; the median stands beside it a
 is a share of the ceiling's bytes a second: 90 % for AdamW with fp32 moments, 60 % for the formats that move half the bytes and
 calculate more on each; the exit status says whether it holds.
 
+Of Muon the two passes over a matrix are timed: what lies between them is the device's.
+
     python benchmarks/adamw.py --params 200e6 --threads 16 --format adamw,adamw_8bit
 """
 
@@ -21,22 +23,34 @@ from collections.abc import Callable, Sequence
 
 import torch
 from rows import common, emit, is_done, options
+from torch import Tensor
 
 from layerferry.backends.cpu import CpuBackend
-from layerferry.layout import GRAD, WEIGHT, Layout, ParameterSpec, Plane
+from layerferry.layout import GRAD, MATRICES, WEIGHT, Layout, ParameterSpec, Plane
 from layerferry.optim.adafactor import Adafactor
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.base import Optimizer, StepHyper
 from layerferry.optim.formats import FormattedOptimizer, StateFormat
 from layerferry.optim.lion import Lion
 from layerferry.optim.load import load_kernels
+from layerferry.optim.muon import Muon
 from layerferry.optim.native_kernels import NativeKernels
+from layerferry.optim.orthogonal import Stack
 from layerferry.optim.reference import ReferenceKernels
 from layerferry.optim.sgd import SGD
-from layerferry.planner.compute import moved_bytes_per_param
+from layerferry.planner.updates import moved_bytes_per_param
 from layerferry.store.store import plane_specs
 
 LEAN = StateFormat(master="24bit", moments="8bit")
+
+
+class Passes(Muon):
+    """What the CPU does of a Muon update."""
+
+    def orthogonalise(self, stack: Stack, values: Tensor, workspace: Tensor) -> None:
+        pass
+
+
 FORMATS: dict[str, Optimizer] = {
     "adamw": AdamW(weight_decay=0.01),
     "adamw_8bit": AdamW(weight_decay=0.01, state_format=LEAN),
@@ -45,6 +59,8 @@ FORMATS: dict[str, Optimizer] = {
     "lion": Lion(weight_decay=0.01),
     "lion_8bit": Lion(weight_decay=0.01, state_format=LEAN),
     "adafactor": Adafactor(weight_decay=0.01),
+    "muon": Passes(weight_decay=0.01),
+    "muon_8bit": Passes(weight_decay=0.01, state_format=LEAN),
     "sgd": SGD(momentum=0.9),
 }
 CLAIMED_SHARE = {"adamw": 0.90}
@@ -109,10 +125,11 @@ def measure(name: str, args: argparse.Namespace) -> tuple[list[dict[str, object]
     """The rows of one format, and its share of the ceiling."""
     optimizer, kernels, threads = FORMATS[name], load_kernels(), args.threads
     assert isinstance(kernels, NativeKernels)
-    layout = Layout.of([ParameterSpec(name="weight", shape=(int(args.params),), dtype=torch.bfloat16)])
+    shape = (2, int(args.params) // 2) if isinstance(optimizer, Muon) else (int(args.params),)
+    layout = Layout.of([ParameterSpec(name="weight", shape=shape, dtype=torch.bfloat16, matrix=len(shape) > 1)])
     numel = layout.numel
     planes, spoilt = planes_of(optimizer, layout), planes_of(FORMATS["adamw"], layout)
-    moved = moved_bytes_per_param(plane_specs(optimizer.state_planes))
+    moved = moved_bytes_per_param(plane_specs(optimizer.state_planes), MATRICES)
 
     def step(by: Optimizer) -> Callable[[], None]:
         return lambda: by.step(planes, layout, StepHyper(lr=1e-5, step=10, grad_scale=0.5), threads)

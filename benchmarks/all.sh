@@ -36,6 +36,7 @@ run 3b-free 5 step step --case 3b-free --model qwen2.5-3b $rows --auto 1
 run 7b-free 7 step step --case 7b-free --model qwen2.5-7b $rows --auto 1
 run 7b-stream 11 step step --case 7b-stream-44 $stream --budget 0.0 --variants "case=7b-stream-90,richer_layers=3;case=7b-full-rows;case=7b-packed-250,sample_tokens=250"
 run 7b-16k 5 step step --case 7b-16k --model qwen2.5-7b --rows 16 --row-tokens 1024 --auto 1
+run 7b-muon 7 step step --case 7b-muon $stream --budget 0.0 --optim muon
 run 14b-free 10 step step --case 14b-free --model qwen2.5-14b $rows --auto 1
 run 7b-arrival 6 step step --case 7b-arrival --model qwen2.5-7b $rows --auto 1 --device-memory 60 --on-arrival 1
 run 7b-24gib 7 step step --case 7b-24gib --model qwen2.5-7b $rows --auto 1 --device-memory 24
@@ -55,9 +56,9 @@ run layer 6 layer layer --model qwen2.5-7b --row-tokens 1024 --micro-batch-rows 
 run head 2 head head --model qwen2.5-7b --rows 32 --row-tokens 1024 --chunk-tokens 2048,4096,8192,16384
 run attention 4 attention attention --row-tokens 1024,8192,32768,131072,262144 --kernels default,cudnn,flash
 run link 1 link link
-run adamw 2 adamw adamw --params 100e6 --threads 16 --format adamw,adamw_8bit,adamw_8bit-bf16,adamw-bf16,lion,lion_8bit,sgd
+run adamw 2 adamw adamw --params 100e6 --threads 16 --format adamw,adamw_8bit,adamw_8bit-bf16,adamw-bf16,lion,lion_8bit,sgd,muon,muon_8bit
 run pages 2 pages pages --params 400e6 --threads 16
-run curves 8 curves curves --shape smollm2-135m --rows 32 --row-tokens 512 --steps 300 --formats adamw_torch,adamw_8bit,adamw-bf16
+run curves 8 curves curves --shape smollm2-135m --rows 32 --row-tokens 512 --steps 300 --formats adamw_torch,adamw_8bit,adamw-bf16,muon
 
 # Studies.
 run depth 9 sweep sweep depth --model qwen2.5-7b --budget 0.0 --steps 3 --warmup 1

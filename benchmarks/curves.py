@@ -50,6 +50,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "lion": {"optim": "lion_32bit"},
     "lion_8bit": {"optim": "lion_8bit"},
     "adafactor": {"optim": "adafactor"},
+    "muon": {"optim": "muon"},
+    "muon_8bit": {"optim": "muon_8bit"},
     "sgd": {"optim": "sgd", "momentum": 0.9},
 }
 """Name → fields of ``OptimConfig``."""

@@ -90,8 +90,8 @@ class OptimConfig:
     """A name of the Hugging Face Trainer: the rule, and the bits of its moments (adamw_8bit, lion_32bit, sgd ...)."""
     master_weights: str = "auto"
     """fp32, 24bit, bf16 (stochastic rounding); auto: fp32 beside fp32 moments, 24bit beside 8-bit ones."""
-    momentum: float = 0.0
-    """Of sgd (LLaMA-Factory's ``optim_args: momentum=0.9``)."""
+    momentum: float | None = None
+    """Of sgd and muon (``optim_args: momentum=0.9``); None: the rule's own, 0 and 0.95."""
     max_grad_norm: float = 1.0
     """Exact global-norm clipping; 0 turns it off."""
 

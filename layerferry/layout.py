@@ -32,6 +32,9 @@ WEIGHT = "weight"
 RESIDUE = "residue"
 GRAD = "grad"
 
+MATRICES, OTHERS = "matrices", "others"
+"""What a plane may be for: parameters that are matrices of decoder layers, all others."""
+
 BLOCK_ELEMENTS = ALIGN_ELEMENTS
 """Elements that share an exponent in a plane of 8-bit codes. No block reaches over a parameter, so no plan changes a code."""
 
@@ -46,6 +49,7 @@ class Entry:
     offset: int
     decays: bool
     trained: bool = True
+    matrix: bool = False
 
     @property
     def numel(self) -> int:
@@ -67,6 +71,14 @@ class ParameterSpec:
     decays: bool = True
     trained: bool = True
     """False: frozen. It has a weight and nothing else."""
+    matrix: bool = False
+    """A matrix of a decoder layer, or a stack of them (experts): its last two dimensions. Muon steps these otherwise."""
+
+    @property
+    def has_matrices(self) -> bool:
+        """By shape and name. Biases of experts have two dimensions too, and do not decay; depthwise convolutions have three, of
+        which one of the last two is 1."""
+        return self.decays and len(self.shape) > 1 and min(self.shape[-2:]) > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +121,8 @@ class Layout:
                 for spec in given:
                     if spec.dtype == dtype and spec.trained == trained and (spec.decays and trained) == decays:
                         shape = tuple(spec.shape)
-                        entry = Entry(name=spec.name, shape=shape, dtype=dtype, offset=cursor, decays=decays, trained=trained)
+                        kind = {"decays": decays, "trained": trained, "matrix": spec.matrix}
+                        entry = Entry(name=spec.name, shape=shape, dtype=dtype, offset=cursor, **kind)
                         entries.append(entry)
                         cursor += entry.padded_numel
                 if trained and cursor > start:
@@ -137,19 +150,24 @@ class Layout:
         """Parameters of the unit that are trained."""
         return sum(entry.numel for entry in self.entries if entry.trained)
 
+    @cached_property
+    def num_in_matrices(self) -> int:
+        """Of ``num_trained``, those in matrices."""
+        return sum(entry.numel for entry in self.entries if entry.trained and entry.matrix)
+
     def numel_in(self, plane: PlaneSpec) -> tuple[int, int]:
         """Elements of each section of one plane of this unit, padding included."""
-        if plane.side is None:
+        if not plane.packed:
             return self.section_numel if plane.frozen else self.trained_numel
         lengths = dict.fromkeys(SECTION_DTYPES, 0)
         for entry in self.entries:
-            lengths[entry.dtype] += _aligned(prod(plane.shape(entry))) if entry.trained else 0
+            lengths[entry.dtype] += _aligned(prod(plane.shape(entry))) if plane.takes(entry) else 0
         return lengths[torch.bfloat16], lengths[torch.float32]
 
     def place(self, entry: Entry, plane: PlaneSpec) -> slice | None:
         """Bytes of ``entry``, padding included, in one plane of this unit; None where the plane does not hold it."""
-        assert not plane.coded, "codes and their exponents lie apart"
-        if not (entry.trained or plane.frozen):
+        assert not plane.coded and not plane.packed, "codes and their exponents lie apart, packed planes have places of their own"
+        if not plane.takes(entry):
             return None
         begin = 0
         for section, numel, dtype in zip(SECTION_DTYPES, self.numel_in(plane), plane.dtypes, strict=True):
@@ -166,10 +184,10 @@ class Layout:
 
     def offset(self, entry: Entry, plane: PlaneSpec) -> int:
         """Where ``entry`` begins in its section of one plane."""
-        if plane.side is None:
+        if not plane.packed:
             return entry.offset
-        before = self.entries[: self.entries.index(entry)]
-        return sum(_aligned(prod(plane.shape(other))) for other in before if other.dtype == entry.dtype)
+        before = (other for other in self.entries[: self.entries.index(entry)] if other.dtype == entry.dtype)
+        return sum(_aligned(prod(plane.shape(other))) for other in before if plane.takes(other))
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +197,23 @@ class PlaneSpec:
     ``coded``: elements are 8-bit codes, and behind each section lies one exponent byte per ``BLOCK_ELEMENTS``. ``frozen``: frozen
     parameters have elements in it too; of all planes only the weights.
     ``side``: row or column, a number for each row or column of a parameter's matrices; a vector has all its numbers in the rows.
+    ``only``: the parameters that it is for, matrices or others; None: all.
     """
 
     dtypes: tuple[torch.dtype | None, torch.dtype | None]
     coded: bool = False
     frozen: bool = False
     side: str | None = None
+    only: str | None = None
+
+    @property
+    def packed(self) -> bool:
+        """Whether its parameters lie closer together than in the other planes, at offsets of their own."""
+        return self.side is not None or self.only is not None
+
+    def takes(self, entry: Entry) -> bool:
+        """Whether it is for this parameter."""
+        return (entry.trained or self.frozen) and (self.only is None or (self.only == MATRICES) == entry.matrix)
 
     def shape(self, entry: Entry) -> tuple[int, ...]:
         """Of what the plane holds for one parameter."""
@@ -239,6 +268,7 @@ class Plane:
 
     def span(self, span: Span) -> Tensor | None:
         """The elements of ``span``, or None where the plane has no such section."""
+        assert not self.spec.packed
         section = self.sections.get(span.dtype)
         return None if section is None else section[span.start : span.stop]
 
@@ -249,8 +279,14 @@ class Plane:
 
     def exponents_of(self, entry: Entry) -> Tensor:
         """The exponents of the blocks of the parameter ``entry``, [blocks] uint8."""
-        first = entry.offset // BLOCK_ELEMENTS
+        first = self.layout.offset(entry, self.spec) // BLOCK_ELEMENTS
         return self.exponents[entry.dtype][first : first + -(-entry.numel // BLOCK_ELEMENTS)]
+
+    def whole_blocks(self, entry: Entry) -> Tensor | None:
+        """The elements of ``entry`` and the padding behind them, flat; None where the plane has no such section."""
+        assert self.spec.side is None
+        section, start = self.sections.get(entry.dtype), self.layout.offset(entry, self.spec)
+        return None if section is None else section[start : start + entry.padded_numel]
 
     def view(self, entry: Entry) -> Tensor:
         """What the plane holds for ``entry``: in the parameter's own shape, or one number for each row or column."""
@@ -259,7 +295,7 @@ class Plane:
 
     def holds(self, entry: Entry) -> bool:
         """Whether the parameter has elements in this plane."""
-        return entry.dtype in self.sections and (entry.trained or self.spec.frozen)
+        return entry.dtype in self.sections and self.spec.takes(entry)
 
     def views(self) -> list[Tensor]:
         """Every parameter that the plane holds, in layout order."""

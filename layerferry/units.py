@@ -166,8 +166,8 @@ def _part(unit: Unit, number: int, height: Mapping[str, int]) -> Part:
             rows[entry.name], shape = own, (len(own), *entry.shape[1:])
         elif number:
             continue
-        trained = entry.trained
-        specs.append(ParameterSpec(name=entry.name, shape=shape, dtype=entry.dtype, decays=entry.decays, trained=trained))
+        kind = {"decays": entry.decays, "trained": entry.trained, "matrix": entry.matrix}
+        specs.append(ParameterSpec(name=entry.name, shape=shape, dtype=entry.dtype, **kind))
     return Part(unit=unit, number=number, layout=Layout.of(specs), rows=rows)
 
 

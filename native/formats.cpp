@@ -23,7 +23,7 @@ constexpr int kNumbers = 9;
 constexpr int64_t kAhead = 8 * kBlock;
 constexpr int64_t kLineBytes = 64;
 
-enum Rule : int32_t { kAdamW, kLion, kSgd };
+enum Rule : int32_t { kAdamW, kLion, kSgd, kMomentum, kDescent };
 enum Master : int32_t { kWhole, kSplit16, kSplit8, kBf16 };
 
 }  // namespace
@@ -32,7 +32,7 @@ enum Master : int32_t { kWhole, kSplit16, kSplit8, kBf16 };
 struct Update {
     void *weight;    // float (kWhole), else bf16
     void *residue;   // int16 (kSplit16), int8 (kSplit8), else null
-    const void *grad;
+    void *grad;      // written by kMomentum alone
     void *first;     // float, or codes where first_exponents is set; null where the rule has no such moment
     uint8_t *first_exponents;
     void *second;
@@ -207,6 +207,21 @@ INLINE void load_grad(const Update &u, int64_t at, float *__restrict__ grad) {
     for (int64_t i = 0; i < kBlock; ++i) grad[i] = widen(given[i]);
 }
 
+// A number that bf16 holds, to the nearest, ties to even.
+INLINE float nearest_bf16(float value) {
+    const uint32_t bits = value == value ? to_bits(value) : kQuietNan;
+    return from_bits((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
+}
+
+INLINE void store_grad(const Update &u, int64_t at, const float *__restrict__ grad) {
+    if (u.grad_is_fp32) {
+        std::memcpy(static_cast<float *>(u.grad) + at, grad, kBlock * sizeof(float));
+        return;
+    }
+    uint16_t *__restrict__ left = static_cast<uint16_t *>(u.grad) + at;
+    for (int64_t i = 0; i < kBlock; ++i) left[i] = static_cast<uint16_t>(to_bits(grad[i]) >> 16);
+}
+
 // ---- rules; numbers in the order of the Scalars classes of layerferry/optim/rules.py
 
 INLINE void adamw_moments(Block &b, const float *n) {
@@ -274,6 +289,21 @@ INLINE void sgd(Block &b, const float *n, bool has_momentum) {
     for (int64_t i = 0; i < kBlock; ++i) b.master[i] = b.master[i] - step_size * b.grad[i];
 }
 
+// Muon before and behind the device.
+INLINE void momentum(Block &b, const float *n) {
+    const float grad_scale = n[0], momentum = n[1], one_minus_momentum = n[2];
+    for (int64_t i = 0; i < kBlock; ++i) {
+        const float blend = one_minus_momentum * (b.grad[i] * grad_scale);
+        b.first[i] = without_denormals(momentum * b.first[i] + blend);
+        b.grad[i] = nearest_bf16(blend + momentum * b.first[i]);
+    }
+}
+
+INLINE void descent(Block &b, const float *n) {
+    const float step_size = n[0], decay = n[1];
+    for (int64_t i = 0; i < kBlock; ++i) b.master[i] = b.master[i] - (step_size * b.grad[i] + decay * b.master[i]);
+}
+
 // ---- the pass
 
 INLINE void load_moment(const void *values, const uint8_t *exponents, int64_t at, bool is_signed, float *__restrict__ moment) {
@@ -305,9 +335,9 @@ INLINE void ask(const void *plane, int64_t at, int64_t element_bytes) {
 }
 
 INLINE void ahead(const Update &u, int64_t at) {
-    ask(u.weight, at, u.master == kWhole ? 4 : 2);
     ask(u.grad, at, u.grad_is_fp32 ? 4 : 2);
-    if (u.residue) ask(u.residue, at, u.master == kSplit8 ? 1 : 2);
+    if (u.rule != kMomentum) ask(u.weight, at, u.master == kWhole ? 4 : 2);
+    if (u.residue && u.rule != kMomentum) ask(u.residue, at, u.master == kSplit8 ? 1 : 2);
     if (u.first) ask(u.first, at, u.first_exponents ? 1 : 4);
     if (u.second) ask(u.second, at, u.second_exponents ? 1 : 4);
 }
@@ -320,7 +350,7 @@ CLONES void update_range(const Update u, int64_t from, int64_t length) {
     for (int64_t at = from; at < from + length; at += kBlock) {
         ahead(u, at + kAhead);
         if (random) draw(block, lanes, (u.start + at) / kBlock, u);
-        load_master(u, at, block.master);
+        if (u.rule != kMomentum) load_master(u, at, block.master);
         load_grad(u, at, block.grad);
         if (u.first) load_moment(u.first, u.first_exponents, at, true, block.first);
         if (u.second) load_moment(u.second, u.second_exponents, at, false, block.second);
@@ -333,9 +363,16 @@ CLONES void update_range(const Update u, int64_t from, int64_t length) {
             adamw(block, u.numbers);
         else if (u.rule == kLion)
             lion(block, u.numbers);
-        else
+        else if (u.rule == kSgd)
             sgd(block, u.numbers, u.first != nullptr);
-        store_master(u, at, block.master, block.random);
+        else if (u.rule == kMomentum)
+            momentum(block, u.numbers);
+        else
+            descent(block, u.numbers);
+        if (u.rule == kMomentum)
+            store_grad(u, at, block.grad);
+        else
+            store_master(u, at, block.master, block.random);
         if (u.first) store_moment(u.first, u.first_exponents, at, true, block.first, block.random);
         if (u.second) store_moment(u.second, u.second_exponents, at, false, block.second, block.random);
     }

@@ -103,7 +103,7 @@ def test_rows_of_whole_steps(name: str, argv: list[str], cases: int, capsys: pyt
         ("head", ["--row-tokens", "16", "--repeats", "1"], {"model_tflops", "call_peak_gib", "path"}, 4),
         ("attention", ["--row-tokens", "16,32", "--repeats", "1"], {"kernel", "forward_tflops", "backward_tflops"}, 2),
         ("adamw", ["--params", "1e5", "--repeats", "1", "--threads", str(torch.get_num_threads())], {"gb_per_s"}, 2),
-        ("adamw", ["--params", "1e5", "--repeats", "1", "--format", "adamw_8bit,lion_8bit,sgd"], {"gb_per_s"}, 6),
+        ("adamw", ["--params", "1e5", "--repeats", "1", "--format", "adamw_8bit,sgd,muon"], {"gb_per_s"}, 6),
         ("pages", ["--params", "1e6", "--repeats", "1", "--threads", str(torch.get_num_threads())], {"resident_share"}, 3),
     ],
 )

@@ -96,6 +96,8 @@ FORMATS = {
     "`optim: adamw_torch`, `master_weights: bf16`": OptimConfig(master_weights="bf16"),
     "`optim: lion_32bit`": OptimConfig(optim="lion_32bit"),
     "`optim: lion_8bit`": OptimConfig(optim="lion_8bit"),
+    "`optim: muon` (of matrices; the rest has 8-bit AdamW)": OptimConfig(optim="muon"),
+    "`optim: muon_8bit`": OptimConfig(optim="muon_8bit"),
     "`optim: sgd`, `optim_args: momentum=0.9`": OptimConfig(optim="sgd", momentum=0.9),
     "`optim: adafactor`": OptimConfig(optim="adafactor"),
     "`optim: sgd`": OptimConfig(optim="sgd"),

@@ -1,6 +1,7 @@
 """The narrow seam between the engine and a device.
 
-A device has three lanes (upload, compute, download) that run beside each other, and fences between them. A lane runs its
+A device has four lanes (upload, compute, download, and a side lane for copies and compute that belong to updates) that run beside
+each other, and fences between them. A lane runs its
 work in the order it was given; nothing else is promised. ``HOST`` stands for the calling thread, so that updates on the CPU
 take part in the same order. Everything that the engine knows of streams and events is in this protocol.
 
@@ -10,7 +11,7 @@ copies that land late and with every missing fence reported. Checked by ``tests/
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any, Protocol
@@ -25,6 +26,7 @@ class Lane(Enum):
     UPLOAD = "upload"
     COMPUTE = "compute"
     DOWNLOAD = "download"
+    SIDE = "side"
     HOST = "host"
 
 
@@ -61,6 +63,11 @@ class Backend(Protocol):
 
     def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
         """Queue ``target[:] = source`` on ``lane``; both flat uint8 of one length."""
+        ...
+
+    def run(self, lane: Lane, work: Callable[[], None]) -> None:
+        """Queue ``work``, which computes @device, on ``lane``; it allocates nothing that outlives it. Buffers that it uses are
+        declared with ``touch``."""
         ...
 
     def record(self, lane: Lane) -> Fence:

@@ -2,10 +2,9 @@
 
 Two independent checks, because each is blind where the other sees:
 
-* **Late copies.** A copy is queued, not done. It happens when something that waits for it needs it, or at a random moment
-  before (seeded). A reader that does not wait finds the old bytes, or the NaN that ``release`` left. Compute is done at
-  once, so a copy that lands
-  *too early* on a real device cannot be seen this way.
+* **Late copies.** A copy is queued, not done, and so is what a lane is given to ``run``. It happens when something that waits for
+  it needs it, or at a random moment before (seeded). A reader that does not wait finds the old bytes, or the NaN that
+  ``release`` left. Other compute is done at once, so a copy that lands *too early* on a real device cannot be seen this way.
 * **Vector clocks.** Lanes and threads carry clocks; fences pass them on (C. Fidge, "Timestamps in message-passing systems
   that preserve the partial ordering", 1988). Two uses of one buffer, one of them a write, that no chain of fences orders
   raise ``RaceError``, whether or not this run happened to get away with it.
@@ -55,6 +54,12 @@ class _Copy:
 
 
 @dataclass
+class _Work:
+    ticket: int
+    work: Callable[[], None]
+
+
+@dataclass
 class _Wait:
     ticket: int
     fence: ChaosFence
@@ -80,7 +85,7 @@ class ChaosBackend(CpuBackend):
         self._random = random.Random(seed)
         self._eagerness = eagerness
         self._lock = threading.RLock()
-        self._queues: dict[Lane, deque[_Copy | _Wait]] = {lane: deque() for lane in Lane}
+        self._queues: dict[Lane, deque[_Copy | _Work | _Wait]] = {lane: deque() for lane in Lane}
         self._tickets = dict.fromkeys(Lane, 0)
         self._clocks: dict[str, Clock] = {}
         self._uses: dict[int, list[_Uses]] = {}  # by storage
@@ -92,6 +97,12 @@ class ChaosBackend(CpuBackend):
             self._order(lane, "copy", reads=(source,), writes=(target,))
             self._tickets[lane] += 1
             self._queues[lane].append(_Copy(self._tickets[lane], target, source))
+            self._stir()
+
+    def run(self, lane: Lane, work: Callable[[], None]) -> None:
+        with self._lock:
+            self._tickets[lane] += 1
+            self._queues[lane].append(_Work(self._tickets[lane], work))
             self._stir()
 
     def record(self, lane: Lane) -> Fence:
@@ -137,6 +148,8 @@ class ChaosBackend(CpuBackend):
             work = queue[0]
             if isinstance(work, _Wait):
                 self._run_until(work.fence.lane, work.fence.ticket)
+            elif isinstance(work, _Work):
+                work.work()
             else:
                 work.target.copy_(work.source)
             queue.popleft()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -48,6 +48,9 @@ class CpuBackend:
 
     def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
+
+    def run(self, lane: Lane, work: Callable[[], None]) -> None:
+        work()
 
     def record(self, lane: Lane) -> Fence:
         return PassedFence()

@@ -11,7 +11,7 @@ import logging
 import mmap
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -82,6 +82,8 @@ class CudaBackend:
             Lane.UPLOAD: torch.cuda.Stream(self.device),  # type: ignore[no-untyped-call]
             Lane.COMPUTE: torch.cuda.current_stream(self.device),
             Lane.DOWNLOAD: torch.cuda.Stream(self.device),  # type: ignore[no-untyped-call]
+            # first in the queue: what it computes is little, and a worker and later a feed wait for it
+            Lane.SIDE: torch.cuda.Stream(self.device, priority=-1),  # type: ignore[no-untyped-call]
         }
         self._can_pin = True
         self._pinning = Pinning(_register, _unregister)
@@ -126,6 +128,10 @@ class CudaBackend:
             to, of = (one.view(-1).view(torch.uint8) for one in (target, source))
             for piece in pieces:
                 to[piece].copy_(of[piece], non_blocking=True)
+
+    def run(self, lane: Lane, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(self._streams[lane]):
+            work()
 
     def record(self, lane: Lane) -> Fence:
         if lane is Lane.HOST:

@@ -60,7 +60,7 @@ def restore(engine: Engine, folder: Path, manifest: Manifest) -> None:
 def _restore_parameter(engine: Engine, unit: Unit, entry: Entry, state: _State) -> None:
     store, name = engine.store, unit.names[entry.name]
     for kind in engine.optimizer.state_planes:
-        if kind != RESIDUE:
+        if kind != RESIDUE and store.plane(unit, kind).spec.takes(entry):
             _restore_moment(store.plane(unit, kind), kind, name, entry, state)
     if not state.has(RESIDUE, name):
         return  # the master was whole in the shard, and loading has split it where it must be
@@ -114,11 +114,12 @@ class _State:
     def check_names(self, engine: Engine) -> None:
         """The same trained parameters, and every plane of each: no more, no less."""
         entries = [(unit.names[entry.name], entry) for unit in engine.store.units for entry in unit.layout.entries]
-        parameters = {name for name, entry in entries if entry.trained}
-        planes = self._manifest.state_planes
-        kinds = [*planes, *(exponents_of(kind) for kind, dtype in planes.items() if dtype == CODES)]
-        expected = {SEPARATOR.join((kind, name)) for kind in kinds for name in parameters}
-        residues = {SEPARATOR.join((RESIDUE, name)) for name in parameters}
+        expected = set()
+        for kind, dtype in self._manifest.state_planes.items():
+            spec = engine.optimizer.state_planes[kind]
+            for one in (kind, exponents_of(kind)) if dtype == CODES else (kind,):
+                expected |= {SEPARATOR.join((one, name)) for name, entry in entries if spec.takes(entry)}
+        residues = {SEPARATOR.join((RESIDUE, name)) for name, entry in entries if entry.trained}
         missing = sorted(expected - set(self._home))
         surplus = sorted(set(self._home) - expected - residues)
         if missing or surplus:

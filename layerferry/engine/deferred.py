@@ -2,7 +2,8 @@
 
 After the backward the clip coefficient is known exactly; each unit's update is then queued with the learning rate, step
 number and coefficient of *its* step, and the feed of a unit waits for that unit's update alone. Nothing is stale and
-nothing is rolled back: the result has the same bits as stepping every unit at once. ``settle`` finishes what is pending;
+nothing is rolled back: the result has the same bits as stepping every unit at once. An update in stages (``stages.py``) is
+finished when the next one has begun: the worker has something to do while the device works. ``settle`` finishes what is pending;
 ``hold`` lets a reader see one unit as a step has left it, at the price that the unit's next update waits for the reader. A
 failure in the worker reaches whoever next needs the unit. Checked by ``tests/engine/test_deferred.py`` against the serial
 order.
@@ -11,14 +12,16 @@ order.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from layerferry.backends.base import Backend, Fence, Lane
 from layerferry.engine.clock import Clock
+from layerferry.engine.stages import Planes, Stages
 from layerferry.layout import GRAD, Plane
-from layerferry.optim.base import Optimizer, StepHyper
+from layerferry.optim.base import StepHyper
 from layerferry.store.store import Store
 from layerferry.units import Unit
 
@@ -32,11 +35,22 @@ class Hold:
     """TRAP: the holder must resolve it whatever happens, or the next update waits for ever (tests/checkpoint/test_save.py)."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """An update whose first half is queued, or done."""
+
+    unit: Unit
+    planes: Planes
+    hyper: StepHyper
+    first: Future[Fence]
+
+
 class DeferredSteps:
     """Owns the worker. Between ``defer`` and completion the worker alone writes a unit's planes."""
 
-    def __init__(self, store: Store, optimizer: Optimizer, backend: Backend, clock: Clock, *, threads: int) -> None:
-        self._store, self._optimizer, self._backend, self._clock, self._threads = store, optimizer, backend, clock, threads
+    def __init__(self, store: Store, stages: Stages, backend: Backend, clock: Clock) -> None:
+        self._store, self._backend, self._clock = store, backend, clock
+        self.stages = stages
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer")
         self._ready: dict[int, Future[Fence]] = {}
         self._held: dict[int, Future[Fence]] = {}
@@ -52,41 +66,62 @@ class DeferredSteps:
 
         Units that live @device are updated on the compute lane now, the others by the worker.
         """
+        begun: _Begun | None = None
         for unit in units:
             own = replace(hyper, stream=unit.stream)
             held = self._held.pop(unit.index, None)
             if unit.index in self._store.on_device:
-                self._pass(Lane.COMPUTE, held)
-                self._backend.touch(Lane.COMPUTE, writes=[p.buffer for p in self._store.planes(unit).values()])
-                with self._clock.span(Lane.COMPUTE, f"step {unit.name}"):
-                    self._optimizer.step(self._store.planes(unit), unit.layout, own, self._threads)
+                self._at_home(unit, own, held)
                 continue
-            self._queue(unit, own, drained[unit.index], held, self._store.planes(unit))
+            planes = self._store.planes(unit)
+            first = self._worker.submit(self._begin, unit, planes, own, drained[unit.index], held)
+            self._finish_later(begun)
+            begun = _Begun(unit, planes, own, first) if self.stages.finishes(unit) else None
+            if begun is None:
+                self._ready[unit.index] = first
+        self._finish_later(begun)
 
     def arrived(self, unit: Unit, hyper: StepHyper, drained: Fence, grad: Plane) -> Future[Fence]:
         """Update one unit @host from ``grad``, which is no plane of the store and may be used again when the future is done."""
-        held = self._held.pop(unit.index, None)
+        own, held = replace(hyper, stream=unit.stream), self._held.pop(unit.index, None)
         planes = {**self._store.planes(unit), GRAD: grad}
-        return self._queue(unit, replace(hyper, stream=unit.stream), drained, held, planes)
-
-    def _queue(
-        self, unit: Unit, hyper: StepHyper, drained: Fence, held: Future[Fence] | None, planes: Mapping[str, Plane]
-    ) -> Future[Fence]:
-        self._ready[unit.index] = update = self._worker.submit(self._step, unit, hyper, drained, held, planes)
+        update = self._worker.submit(self._begin, unit, planes, own, drained, held)
+        if self.stages.finishes(unit):
+            update = self._worker.submit(self._finish, _Begun(unit, planes, own, update))
+        self._ready[unit.index] = update
         return update
 
-    def _step(
-        self, unit: Unit, hyper: StepHyper, drained: Fence, held: Future[Fence] | None, planes: Mapping[str, Plane]
-    ) -> Fence:
+    def _finish_later(self, begun: _Begun | None) -> None:
+        if begun is not None:
+            self._ready[begun.unit.index] = self._worker.submit(self._finish, begun)
+
+    def _at_home(self, unit: Unit, hyper: StepHyper, held: Future[Fence] | None) -> None:
+        self._pass(Lane.COMPUTE, held)
+        planes = self._store.planes(unit)
+        with self._clock.span(Lane.COMPUTE, f"step {unit.name}"):
+            first = self.stages.begin(Lane.COMPUTE, unit, planes, hyper)
+            if self.stages.finishes(unit):
+                self._backend.wait(Lane.COMPUTE, first)
+                self.stages.finish(Lane.COMPUTE, unit, planes, hyper)
+
+    def _begin(self, unit: Unit, planes: Planes, hyper: StepHyper, drained: Fence, held: Future[Fence] | None) -> Fence:
         drained.synchronize()
         self._pass(Lane.HOST, held)
+        with self._working(unit, completes=not self.stages.finishes(unit)):
+            return self.stages.begin(Lane.HOST, unit, planes, hyper)
+
+    def _finish(self, begun: _Begun) -> Fence:
+        begun.first.result().synchronize()
+        with self._working(begun.unit, completes=True):
+            return self.stages.finish(Lane.HOST, begun.unit, begun.planes, begun.hyper)
+
+    @contextmanager
+    def _working(self, unit: Unit, *, completes: bool) -> Iterator[None]:
         begin = time.perf_counter()
-        self._backend.touch(Lane.HOST, writes=[plane.buffer for plane in planes.values()])
         with self._clock.span(Lane.HOST, unit.name):
-            self._optimizer.step(planes, unit.layout, hyper, self._threads)
+            yield
         self.busy_s += time.perf_counter() - begin
-        self.num_done += 1
-        return self._backend.record(Lane.HOST)
+        self.num_done += completes
 
     def hold(self, unit: Unit) -> Hold:
         """From here on the unit's next update waits until ``released`` is resolved; the fence orders ``unit``'s reader behind

@@ -34,6 +34,7 @@ from layerferry.engine.pretrained import ModelFolder, save_tokenizer
 from layerferry.engine.randomness import seed_of
 from layerferry.engine.router_loss import RouterLoss
 from layerferry.engine.sizes import PADDING, device_sizes, input_sizes, pieces_of
+from layerferry.engine.stages import stages_of
 from layerferry.engine.sweep import Sweep
 from layerferry.engine.tape import Tape, rebuilt
 from layerferry.engine.templates import Templates
@@ -98,7 +99,8 @@ class Engine:
         self._seed = seed
         self._default_objective = CrossEntropy()
         self.clock = Clock(backend)
-        self.deferred = DeferredSteps(store, optimizer, backend, self.clock, threads=plan.optimizer_threads)
+        stages = stages_of(store, optimizer, backend, self.clock, threads=plan.optimizer_threads)
+        self.deferred = DeferredSteps(store, stages, backend, self.clock)
         self._allocate(plan)
 
     def _allocate(self, plan: Plan) -> None:
@@ -151,7 +153,8 @@ class Engine:
     def moved_bytes(self) -> int:
         """Bytes that have crossed the link; for other threads, which may look while ``replan`` exchanges the buffers."""
         feed, drain, kept = (getattr(self, name, None) for name in ("feed", "drain", "kept"))
-        return 0 if feed is None or drain is None or kept is None else _moved(feed, drain, kept)
+        for_updates = self.deferred.stages.moved_bytes
+        return for_updates + (0 if feed is None or drain is None or kept is None else _moved(feed, drain, kept))
 
     # ---------------------------------------------------------------- training
 

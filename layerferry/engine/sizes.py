@@ -1,12 +1,13 @@
-"""Bytes of slots, slabs, accumulators and kept inputs: what the engine allocates, and what the planner counts. One function
-for both."""
+"""Bytes of slots, slabs, accumulators, kept inputs, and of what matrices are orthogonalised in: what the engine allocates, and
+what the planner counts. One function for both."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
-from layerferry.layout import FP32_PLANE, GRAD, WEIGHT, PlaneSpec
+from layerferry.layout import FP32_PLANE, GRAD, SECTION_DTYPES, WEIGHT, PlaneSpec
+from layerferry.optim.orthogonal import orthogonalises, stacks_of
 from layerferry.plan import Plan
 from layerferry.units import Piece, Unit, divide
 
@@ -80,6 +81,21 @@ def arrival_sizes(units: Sequence[Unit], plan: Plan, specs: Mapping[str, PlaneSp
         largest = max((unit.layout.bytes(specs[GRAD]) for unit in arriving), default=0)
         sizes[kind] = (min(count, len(arriving)) if plan.on_arrival else 0, largest)
     return sizes
+
+
+def orthogonal_bytes(units: Sequence[Unit], specs: Mapping[str, PlaneSpec], home: Container[int]) -> tuple[int, int]:
+    """What orthogonalising matrices needs @device, of the largest one: (where values land that live @host, what it works in);
+    zeros for an optimizer that does not."""
+    landing = working = 0
+    for unit in units if orthogonalises(specs) else ():
+        spec = FP32_PLANE if unit.index in home else specs[GRAD]
+        dtypes = dict(zip(SECTION_DTYPES, spec.dtypes, strict=True))
+        for stack in stacks_of(unit.layout):
+            dtype = dtypes[stack.entry.dtype]
+            assert dtype is not None
+            landing = max(landing, 0 if unit.index in home else stack.numel * dtype.itemsize)
+            working = max(working, stack.workspace_bytes(dtype))
+    return landing, working
 
 
 @dataclass(frozen=True, slots=True)

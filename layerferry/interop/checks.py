@@ -77,7 +77,7 @@ def _check_steps(config: Config, fail: Fail) -> None:
         raise fail(key, f"a step of {rows:,} rows; at most {MOST_ROWS:,}: lower it")
     if max(optim.adam_beta1, optim.adam_beta2) >= 1:
         raise fail("adam_beta1" if optim.adam_beta1 >= 1 else "adam_beta2", "expected less than 1")
-    if not 0 <= optim.momentum < 1:
+    if optim.momentum is not None and not 0 <= optim.momentum < 1:
         raise fail("optim_args", f"expected a momentum from 0 to below 1, found {optim.momentum:g}")
     if train.fp32 and optim.master_weights in ("24bit", "bf16"):
         raise fail("master_weights", f"{optim.master_weights} contradicts fp32: fp32 weights are whole, leave the key out")

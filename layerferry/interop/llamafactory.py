@@ -36,6 +36,8 @@ from layerferry.interop.values import convert, to_bool, to_float, to_str
 log = logging.getLogger(__name__)
 
 TRACKERS = ("tensorboard", "wandb")
+MUON = ("muon", "muon_8bit")
+"""Values of ``optim`` that ``use_muon`` goes with; the first one is what it means."""
 
 
 class Reading:
@@ -234,19 +236,23 @@ def _probabilities(reading: Reading) -> tuple[float, ...]:
 
 def _optim(reading: Reading) -> dict[str, Any]:
     optim = reading.section("optim")
+    if reading.values.get("use_muon") and optim.get("optim") not in MUON:
+        if "optim" in optim and not str(optim["optim"]).startswith("adamw_torch"):
+            raise reading.fail("use_muon", f"contradicts optim: {optim['optim']}: set one of them")
+        optim["optim"] = MUON[0]
     if reading.values.get("optim_args"):
-        optim["momentum"] = _momentum(reading)
+        optim["momentum"] = _momentum(reading, optim.get("optim"))
     for name, value in optim.get("lr_scheduler_kwargs", {}).items():
         if not isinstance(value, int | float | str):
             raise reading.fail("lr_scheduler_kwargs", f"{name}: expected a number or text, found {value!r}")
     return optim
 
 
-def _momentum(reading: Reading) -> float:
-    """``optim_args``, of which sgd takes one."""
+def _momentum(reading: Reading, optim: str | None) -> float:
+    """``optim_args``, of which sgd and muon take one."""
     name, _, value = str(reading.values["optim_args"]).replace(" ", "").partition("=")
-    if name != "momentum" or reading.values.get("optim") != "sgd":
-        raise reading.fail("optim_args", "expected momentum=0.9 (or another number below 1) beside optim: sgd")
+    if name != "momentum" or optim not in ("sgd", *MUON):
+        raise reading.fail("optim_args", "expected momentum=0.9 (or another number below 1) beside optim: sgd or muon")
     try:
         return to_float(value)
     except ValueError as error:

@@ -191,7 +191,9 @@ class Skeleton:
         units = []
         for index, (name, names, is_layer) in enumerate(pieces):
             specs = [self._specs[full] for full in names.values()]
-            layout = Layout.of(replace(spec, name=own) for own, spec in zip(names, specs, strict=True))
+            kinds = [is_layer and spec.has_matrices for spec in specs]
+            own = zip(names, specs, kinds, strict=True)
+            layout = Layout.of(replace(spec, name=name_in_unit, matrix=matrix) for name_in_unit, spec, matrix in own)
             units.append(Unit(name=name, index=index, layout=layout, names=names, is_layer=is_layer))
         return tuple(units)
 

@@ -10,9 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from torch import Tensor
 
 from layerferry.layout import Layout, Plane, PlaneSpec
+
+if TYPE_CHECKING:
+    from layerferry.optim.orthogonal import Stack
 
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
@@ -49,3 +54,22 @@ class Optimizer(Protocol):
         ``planes`` has ``weight``, ``grad``, every state plane, and ``residue`` where the layout has a bf16 section, all at one
         place. Padding stays zero. The result does not depend on ``threads``.
         """
+
+
+@runtime_checkable
+class StagedOptimizer(Optimizer, Protocol):
+    """An ``Optimizer`` whose update of matrices has a middle that belongs on the device, wherever the planes live.
+
+    ``step`` does all of it where the planes are. In stages: ``prepare`` leaves in the gradient plane what the device is to work
+    on, and steps whatever has no middle; ``orthogonalise`` does the middle, stack by stack (``orthogonal.stacks_of``); ``finish``
+    takes the results from the gradient plane. The three together have the bits of ``step`` with the middle @device.
+    """
+
+    def prepare(self, planes: Mapping[str, Plane], layout: Layout, hyper: StepHyper, threads: int) -> None:
+        """See the class; all planes at one place, as of ``step``."""
+
+    def orthogonalise(self, stack: Stack, values: Tensor, workspace: Tensor) -> None:
+        """``values`` [stack.numel] bf16 or fp32 @device, in place; ``workspace`` uint8 @device, [>= stack.workspace_bytes]."""
+
+    def finish(self, planes: Mapping[str, Plane], layout: Layout, hyper: StepHyper, threads: int) -> None:
+        """See the class."""

@@ -14,6 +14,7 @@ from layerferry.optim.adamw import AdamW
 from layerferry.optim.base import Optimizer
 from layerferry.optim.formats import StateFormat
 from layerferry.optim.lion import Lion
+from layerferry.optim.muon import Muon
 from layerferry.optim.sgd import SGD
 
 NAMES = {
@@ -22,6 +23,8 @@ NAMES = {
     **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), ("AdamW", "8bit")),
     **dict.fromkeys(("lion", "lion_32bit", "paged_lion_32bit"), ("Lion", "fp32")),
     **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), ("Lion", "8bit")),
+    "muon": ("Muon", "fp32"),
+    "muon_8bit": ("Muon", "8bit"),
     "sgd": ("SGD", "fp32"),
     "adafactor": ("Adafactor", "fp32"),
 }
@@ -47,6 +50,8 @@ def optimizer_for(config: OptimConfig, *, seed: int = 0) -> Optimizer:
         return Lion.of(config, state_format=state_format, seed=seed)
     if rule == "Adafactor":
         return Adafactor.of(config, state_format=state_format, seed=seed)
+    if rule == "Muon":
+        return Muon.of(config, state_format=state_format, seed=seed)
     if rule == "SGD":
         return SGD.of(config, state_format=state_format, seed=seed)
     return AdamW.of(config, state_format=state_format, seed=seed)

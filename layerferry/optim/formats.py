@@ -27,6 +27,7 @@ from layerferry.layout import (
     RESIDUE8_PLANE,
     RESIDUE_PLANE,
     WEIGHT,
+    Entry,
     Layout,
     Plane,
     PlaneSpec,
@@ -106,6 +107,20 @@ def operands_of(planes: Mapping[str, Plane], span: Span, moments: tuple[str, ...
     first, second = (*found, None, None)[:2]
     residue = planes[RESIDUE].span(span) if RESIDUE in planes else None
     return Operands(weight=weight, residue=residue, grad=grad, first=first, second=second, start=span.start)
+
+
+def operands_of_parameter(planes: Mapping[str, Plane], entry: Entry, moments: tuple[str, ...]) -> Operands:
+    """The same for one parameter, whatever planes of moments lie closer together than the others."""
+    weight, grad = planes[WEIGHT].whole_blocks(entry), planes[GRAD].whole_blocks(entry)
+    assert weight is not None and grad is not None
+    found = []
+    for plane in (planes[name] for name in moments):
+        values = plane.whole_blocks(entry)
+        assert values is not None
+        found.append(Moment(values=values, exponents=plane.exponents_of(entry) if plane.spec.coded else None))
+    first, second = (*found, None, None)[:2]
+    residue = planes[RESIDUE].whole_blocks(entry) if RESIDUE in planes else None
+    return Operands(weight=weight, residue=residue, grad=grad, first=first, second=second, start=entry.offset)
 
 
 def moment_of(plane: Plane, span: Span) -> Moment:

@@ -82,7 +82,7 @@ class Operands:
 
     weight: Tensor  # [n] bf16, or fp32: the whole master
     residue: Tensor | None  # [n] int16 or int8; None: the weight is all
-    grad: Tensor  # [n] bf16 or fp32
+    grad: Tensor  # [n] bf16 or fp32; written by MomentumScalars alone
     first: Moment | None = None
     second: Moment | None = None
     start: int = 0

@@ -24,7 +24,7 @@ from layerferry.optim.kernels import AdamWScalars, Kernels, Moment, Operands
 from layerferry.optim.native_kernels import NativeKernels
 from layerferry.optim.reference import ReferenceKernels
 from layerferry.optim.rounding import Rounding
-from layerferry.optim.rules import LionScalars, Rule, SgdScalars
+from layerferry.optim.rules import DescentScalars, LionScalars, MomentumScalars, Rule, SgdScalars
 
 EDGE_BITS = (0x00008000, 0x3F808000, 0x3F807FFF, 0x7F7FFFFF, 0x7F800000, 0x7FFFFFFF, -0x80000000, -0x00008000)
 """Values at which a wrong split of the master shows: ties, the largest, infinity, NaN, the negative zero."""
@@ -81,7 +81,8 @@ def _format_trial(kernels: Kernels, master: torch.Tensor, grad: torch.Tensor, sc
         grad_scale=0.37, beta1=0.9, one_minus_beta1=0.1, beta2=0.99, one_minus_beta2=0.01, step_size=1e-3, decay=1e-4
     )
     sgd = SgdScalars(grad_scale=0.37, momentum=0.9, step_size=1e-3, decay=0.1)
-    rules: tuple[tuple[Rule, int], ...] = ((scalars, 2), (lion, 1), (sgd, 1))
+    muon = (MomentumScalars(grad_scale=0.37, momentum=0.95, one_minus_momentum=0.05), DescentScalars(step_size=1e-3, decay=1e-4))
+    rules: tuple[tuple[Rule, int], ...] = ((scalars, 2), (lion, 1), (sgd, 1), *((rule, 1) for rule in muon))
     for rule, num_moments in rules:
         for residue in (torch.zeros(numel, dtype=torch.int8), None):
             weight = master[:numel].to(torch.bfloat16)
@@ -89,7 +90,7 @@ def _format_trial(kernels: Kernels, master: torch.Tensor, grad: torch.Tensor, sc
             operands = Operands(weight=weight, residue=residue, grad=grad, first=first, second=second, start=BLOCK_ELEMENTS)
             for step in range(3):
                 kernels.update(rule, operands, rounding=Rounding.of(seed=0, step=step, stream=0), threads=2)
-            planes = [weight, residue, first.values, first.exponents]
+            planes = [weight, residue, grad.clone(), first.values, first.exponents]
             planes += [] if second is None else [second.values, second.exponents]
             yield from (plane for plane in planes if plane is not None)
 

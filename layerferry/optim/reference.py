@@ -17,7 +17,7 @@ from layerferry.master import join_master, master_bits, split_kept, split_master
 from layerferry.optim.blocks import decode, encode
 from layerferry.optim.kernels import AdamWScalars, Moment, Operands
 from layerferry.optim.rounding import Rounding, for_exp_avg, for_exp_avg_sq, for_master, random_words
-from layerferry.optim.rules import Rule, update
+from layerferry.optim.rules import MomentumScalars, Rule, update
 
 CPU_BLOCK = 1 << 20
 """Elements at a time: a few MiB of temporaries, and enough work for torch's threads."""
@@ -72,10 +72,13 @@ class ReferenceKernels:
 
 def _step(rule: Rule, operands: Operands, rounding: Rounding) -> None:
     random = random_words(rounding, operands.start, operands.weight.numel(), operands.weight.device)
-    master = load_master(operands.weight, operands.residue)
+    master, grad = load_master(operands.weight, operands.residue), operands.grad.to(torch.float32)
     first, second = (_loaded(operands.first, signed=True), _loaded(operands.second, signed=False))
-    update(rule, master, operands.grad.to(torch.float32), first, second)
-    store_master(master, operands.weight, operands.residue, random)
+    update(rule, master, grad, first, second)
+    if isinstance(rule, MomentumScalars):
+        operands.grad.copy_(grad)
+    else:
+        store_master(master, operands.weight, operands.residue, random)
     _store_moment(first, operands.first, signed=True, random=for_exp_avg(random))
     _store_moment(second, operands.second, signed=False, random=for_exp_avg_sq(random))
 

@@ -10,6 +10,9 @@ is the gradient times the clip coefficient; moments below the smallest normal nu
     SGD     g = scaled + decay * master                                          # torch.optim.SGD: decay in the gradient
             b = momentum * b + g                                                 # left out where momentum is 0
             master = master - step_size * (b or g)
+    Muon    m = momentum * m + one_minus_momentum * scaled                       # torch.optim.Muon, Nesterov, in two rules
+            grad = bf16(one_minus_momentum * scaled + momentum * m)              # written over the gradient; no master
+            master = master - (step_size * grad + decay * master)                # grad: what the device has made of it
 
 Field order is that of the arrays of numbers in C++. Checked by ``tests/optim/test_formats.py``.
 """
@@ -49,13 +52,33 @@ class SgdScalars:
     decay: float
 
 
-Rule = AdamWScalars | LionScalars | SgdScalars
-RULES: tuple[type[Rule], ...] = (AdamWScalars, LionScalars, SgdScalars)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MomentumScalars:
+    """The fp32 numbers of the first half of a Muon update: gradient and momentum alone are read and written."""
+
+    grad_scale: float
+    momentum: float
+    one_minus_momentum: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescentScalars:
+    """Of the second half, which keeps no moment."""
+
+    step_size: float
+    decay: float
+
+
+Rule = AdamWScalars | LionScalars | SgdScalars | MomentumScalars | DescentScalars
+RULES: tuple[type[Rule], ...] = (AdamWScalars, LionScalars, SgdScalars, MomentumScalars, DescentScalars)
 """In the order of ``enum Rule`` in ``native/formats.cpp``."""
 
 
 def update(rule: Rule, master: Tensor, grad: Tensor, first: Tensor | None, second: Tensor | None) -> None:
-    """``master``, ``grad`` and moments [n] fp32: all in place but ``grad``."""
+    """``master``, ``grad`` and moments [n] fp32: all in place but ``grad``, which ``MomentumScalars`` alone writes."""
+    if isinstance(rule, DescentScalars):
+        master.sub_(grad * rule.step_size + master * rule.decay)
+        return
     scaled = grad * rule.grad_scale
     if isinstance(rule, AdamWScalars):
         assert first is not None and second is not None
@@ -66,6 +89,11 @@ def update(rule: Rule, master: Tensor, grad: Tensor, first: Tensor | None, secon
         step = torch.where(blend > 0, rule.step_size, torch.where(blend < 0, -rule.step_size, blend + 0.0))  # a NaN stays one
         first.copy_(without_denormals(first * rule.beta2 + scaled * rule.one_minus_beta2))
         master.sub_(step + master * rule.decay)
+    elif isinstance(rule, MomentumScalars):
+        assert first is not None
+        blend = scaled * rule.one_minus_momentum
+        first.copy_(without_denormals(first * rule.momentum + blend))
+        grad.copy_((blend + first * rule.momentum).to(torch.bfloat16))
     else:
         scaled = scaled + master * rule.decay
         if first is not None:

@@ -34,7 +34,7 @@ class SGD(FormattedOptimizer):
 
     @classmethod
     def of(cls, config: OptimConfig, *, state_format: StateFormat | None = None, seed: int = 0) -> SGD:
-        return cls(momentum=config.momentum, weight_decay=config.weight_decay, state_format=state_format, seed=seed)
+        return cls(momentum=config.momentum or 0.0, weight_decay=config.weight_decay, state_format=state_format, seed=seed)
 
     def rule(self, hyper: StepHyper, *, decays: bool) -> SgdScalars:
         return SgdScalars(

@@ -114,7 +114,8 @@ def update(
     at = block[:, None] * BLOCK + lane[None, :]
     mask = inside[:, None] & (lane >= 0)[None, :]
     random = _random(block + start_block, lane, key_low, key_high)
-    master = _load_master(weight_ptr, residue_ptr, at, mask, MASTER)
+    if RULE != 3:
+        master = _load_master(weight_ptr, residue_ptr, at, mask, MASTER)
     scaled = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32) * n0
     if RULE == 0:
         m = _load_moment(first_ptr, first_exponents_ptr, at, block, inside, FIRST_CODED, True)
@@ -138,4 +139,15 @@ def update(
             scaled = tl.where(tl.abs(scaled) < SMALLEST, 0.0, scaled)
             _store_moment(scaled, first_ptr, first_exponents_ptr, at, block, inside, random >> 12, 16, FIRST_CODED, True)
         master = master - scaled * n2
-    _store_master(master, weight_ptr, residue_ptr, at, mask, random, MASTER)
+    if RULE == 3:
+        m = _load_moment(first_ptr, first_exponents_ptr, at, block, inside, FIRST_CODED, True)
+        blend = scaled * n2
+        m = m * n1 + blend
+        m = tl.where(tl.abs(m) < SMALLEST, 0.0, m)
+        nearest = (blend + m * n1).to(tl.bfloat16)
+        tl.store(grad_ptr + at, nearest.to(grad_ptr.dtype.element_ty), mask=mask)
+        _store_moment(m, first_ptr, first_exponents_ptr, at, block, inside, random >> 12, 16, FIRST_CODED, True)
+    if RULE == 4:
+        master = master - (scaled + master * n1)
+    if RULE != 3:
+        _store_master(master, weight_ptr, residue_ptr, at, mask, random, MASTER)

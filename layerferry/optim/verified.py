@@ -17,7 +17,8 @@ from torch import Tensor
 
 from layerferry.errors import LayerFerryError
 from layerferry.layout import GRAD, WEIGHT, Layout, Plane, PlaneSpec
-from layerferry.optim.base import Optimizer, StepHyper
+from layerferry.optim.base import Optimizer, StagedOptimizer, StepHyper
+from layerferry.optim.orthogonal import Stack
 
 CHUNK_BYTES = 1 << 24
 
@@ -38,16 +39,20 @@ class VerifiedOptimizer:
 
     def step(self, planes: Mapping[str, Plane], layout: Layout, hyper: StepHyper, threads: int) -> None:
         """See ``Optimizer.step``; raises ``LayerFerryError`` where a plane is not as the last update left it."""
-        if planes[WEIGHT].buffer.device.type != "cpu":
-            self._inner.step(planes, layout, hyper, threads)
-            return
-        unit = planes[WEIGHT].buffer.data_ptr()
-        with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="verify") as pool:
-            known = self._sums.pop(unit, None)
-            if known is not None:
+        self._check(planes, layout, hyper, threads)
+        self._inner.step(planes, layout, hyper, threads)
+        self._remember(planes, threads)
+
+    def _check(self, planes: Mapping[str, Plane], layout: Layout, hyper: StepHyper, threads: int) -> None:
+        known = self._sums.pop(planes[WEIGHT].buffer.data_ptr(), None)
+        if known is not None:
+            with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="verify") as pool:
                 self._compare(known, sums_of(planes, pool), layout, hyper.step)
-            self._inner.step(planes, layout, hyper, threads)
-            self._sums[unit] = sums_of(planes, pool)
+
+    def _remember(self, planes: Mapping[str, Plane], threads: int) -> None:
+        if planes[WEIGHT].buffer.device.type == "cpu":
+            with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="verify") as pool:
+                self._sums[planes[WEIGHT].buffer.data_ptr()] = sums_of(planes, pool)
 
     def _compare(self, known: dict[str, list[int]], found: dict[str, list[int]], layout: Layout, step: int) -> None:
         for kind, sums in known.items():
@@ -58,6 +63,33 @@ class VerifiedOptimizer:
                         f"and {step}, within 16 MiB from byte {number * CHUNK_BYTES}: this machine's memory may be bad (test it "
                         "with memtest86+); the run stops, resume from the newest checkpoint on another machine"
                     )
+
+
+class VerifiedStages(VerifiedOptimizer):
+    """A ``StagedOptimizer`` around another: what ``prepare`` finds is compared, what ``finish`` leaves is summed."""
+
+    def __init__(self, inner: StagedOptimizer) -> None:
+        super().__init__(inner)
+        self._staged = inner
+
+    def prepare(self, planes: Mapping[str, Plane], layout: Layout, hyper: StepHyper, threads: int) -> None:
+        """See ``StagedOptimizer``; raises as ``step`` does."""
+        self._check(planes, layout, hyper, threads)
+        self._staged.prepare(planes, layout, hyper, threads)
+
+    def orthogonalise(self, stack: Stack, values: Tensor, workspace: Tensor) -> None:
+        """See ``StagedOptimizer``."""
+        self._staged.orthogonalise(stack, values, workspace)
+
+    def finish(self, planes: Mapping[str, Plane], layout: Layout, hyper: StepHyper, threads: int) -> None:
+        """See ``StagedOptimizer``."""
+        self._staged.finish(planes, layout, hyper, threads)
+        self._remember(planes, threads)
+
+
+def verified(optimizer: Optimizer) -> Optimizer:
+    """``optimizer``, watched over."""
+    return VerifiedStages(optimizer) if isinstance(optimizer, StagedOptimizer) else VerifiedOptimizer(optimizer)
 
 
 def sums_of(planes: Mapping[str, Plane], pool: ThreadPoolExecutor) -> dict[str, list[int]]:

@@ -20,6 +20,7 @@ from layerferry.planner import compute
 from layerferry.planner.memory import Working, activations, arrival_bytes, buffers, plan_specs, unit_bytes
 from layerferry.planner.problem import ESTIMATE_MARGIN, Problem, device_budget, host_budget, places
 from layerferry.planner.time import layer_uploads, waves_of
+from layerferry.planner.updates import orthogonal_s, update_s
 
 
 class Choice(NamedTuple):
@@ -80,6 +81,8 @@ class _Weights:
         self.at_home = running(*(FP32_PLANE if kind == GRAD else spec for kind, spec in specs.items()))
         self.weight, self.grad = running(specs[WEIGHT]), running(specs[GRAD])
         self.trained = [0, *accumulate(unit.num_trained for unit in model.units)]
+        self.updates = [0.0, *accumulate(update_s(unit.layout, question.machine) for unit in model.units)]
+        self.orthogonal_s = sum(orthogonal_s(unit.layout, question.machine) for unit in model.units)
         self.layers = [0, *accumulate(int(unit.is_layer) for unit in model.units)]
 
 
@@ -233,7 +236,7 @@ class Books:
         work, forward = self._compute_of(choice)
         micro_batches, rounds = self._cut(choice)
         away = weights.trained[-1] - weights.trained[choice.home]
-        optimizer = away * machine.optimizer_s_per_param.value
+        optimizer = weights.updates[-1] - weights.updates[choice.home]
         grad = weights.grad[-1] - weights.grad[choice.home]
         carried = 0 if choice.resident else rounds - 1
         layers = weights.layers[-1] - weights.layers[choice.home]
@@ -248,8 +251,8 @@ class Books:
             return work + optimizer
         home = compute.home_step_s(weights.trained[choice.home], machine)
         drains = compute.drain_s(weights.trained[choice.home] + (carried + 1) * away, machine)
-        total = work + home + drains
-        window = total if self._question.on_arrival else home + micro_batches * forward
+        total = work + home + drains + weights.orthogonal_s
+        window = total if self._question.on_arrival else home + micro_batches * forward + weights.orthogonal_s
         return max(total + max(optimizer - window, 0.0), upload, download)
 
     def _compute_of(self, choice: Choice) -> tuple[float, float]:

@@ -11,16 +11,14 @@ whole measured steps of other shapes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from layerferry.layout import BLOCK_ELEMENTS, GRAD, GRAD_PLANE, PlaneSpec
 from layerferry.plan import Plan
 from layerferry.planner.facts import Model
 from layerferry.planner.flops import FORWARD_SHARE
-from layerferry.planner.machine import Machine, Rate
+from layerferry.planner.machine import Machine
 from layerferry.planner.memory import Shape, tokens_of
 
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.8, 0.56
@@ -44,8 +42,6 @@ SUM_BYTES = 10
 """Moved for every parameter to add a bf16 gradient to an fp32 sum."""
 DRAIN_BYTES = 12
 """Moved for every parameter to clear a sum, round it and take its norm."""
-OPTIMIZER_BYTES, CODED_OPTIMIZER_BYTES = 26.0, 12 + 4 / BLOCK_ELEMENTS
-"""Moved for every parameter by the two updates that ``probe`` measures: fp32 master and moments; 24-bit master, 8-bit moments."""
 HOME_STEP_BYTES = 26
 """Moved for every parameter by an update @device."""
 LOGIT_PASSES = 6
@@ -175,23 +171,6 @@ def recomputation(plan: Plan) -> float:
 def drain_s(num_params: float, machine: Machine) -> float:
     """Passes over the sums of ``num_params``, once a drain."""
     return DRAIN_BYTES * num_params / machine.device_bytes_per_s.value
-
-
-def moved_bytes_per_param(specs: Mapping[str, PlaneSpec]) -> float:
-    """Bytes that an update reads and writes: every plane both ways, the gradient once."""
-    whole = {kind: spec for kind, spec in specs.items() if spec.side is None}  # a number a row is next to nothing
-    held = {kind: spec.section_bytes(BLOCK_ELEMENTS, spec.dtypes[0]) / BLOCK_ELEMENTS for kind, spec in whole.items()}
-    return 2 * sum(held.values()) - held[GRAD]
-
-
-def with_update_rate(machine: Machine, specs: Mapping[str, PlaneSpec]) -> Machine:
-    """``machine`` whose ``optimizer_s_per_param`` is that of the format of ``specs``. Two formats are measured, AdamW with fp32
-    moments and with 8-bit ones; another one moves more or fewer bytes than the one that it is like."""
-    like, moved = (machine.optimizer_s_per_param, OPTIMIZER_BYTES)
-    if any(spec.coded for spec in specs.values()):
-        like, moved = (machine.coded_optimizer_s_per_param, CODED_OPTIMIZER_BYTES)
-    seconds = like.value * moved_bytes_per_param({**specs, GRAD: GRAD_PLANE}) / moved
-    return replace(machine, optimizer_s_per_param=Rate(seconds, like.source))
 
 
 def home_step_s(num_params: int, machine: Machine) -> float:

@@ -96,6 +96,8 @@ class Machine:
     optimizer_s_per_param: Rate
     device_bytes_per_s: Rate
     coded_optimizer_s_per_param: Rate
+    others_s_per_param: Rate | None = None
+    """Of parameters that are no matrices, where an optimizer has matrices of its own, which it orthogonalises @device."""
     disk_write_bytes_per_s: Rate | None = None
     unified: bool = False
     """The device has no memory of its own: it computes in the host's."""

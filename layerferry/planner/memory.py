@@ -39,6 +39,7 @@ from layerferry.engine.sizes import LEAVING, DeviceSizes, arrival_sizes, device_
 from layerferry.layout import FP32_PLANE, GRAD, RESIDUE, WEIGHT, PlaneSpec
 from layerferry.plan import Item, Plan
 from layerferry.planner.facts import Kept, Model
+from layerferry.planner.updates import room_for_updates
 
 HOST, DEVICE = "@host", "@device"
 TRANSIENT_ACTIVATIONS = 3
@@ -236,6 +237,10 @@ def buffers(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan) -> tuple[I
         Item(what=f"{num_slabs} layer slabs", place=DEVICE, num_bytes=slabs),
         Item(what="slabs of embedding and head", place=DEVICE, num_bytes=own_slab),
         Item(what="gradient accumulators (fp32)", place=DEVICE, num_bytes=layers.accumulator_bytes + ends.accumulator_bytes),
+        *(
+            Item(what=what, place=DEVICE, num_bytes=num_bytes)
+            for what, num_bytes in room_for_updates(model, tuple(specs.items()), plan.on_device)
+        ),
     )
 
 

@@ -13,11 +13,11 @@ from layerferry.config import Config
 from layerferry.errors import PlanError
 from layerferry.layout import PlaneSpec
 from layerferry.plan import Plan, Seconds
-from layerferry.planner.compute import with_update_rate
 from layerferry.planner.facts import Model
 from layerferry.planner.machine import Machine
 from layerferry.planner.memory import DEVICE, HOST, Shape, Working, estimate, items
 from layerferry.planner.time import seconds
+from layerferry.planner.updates import with_update_rate
 
 ESTIMATE_MARGIN = 0.05
 """Room for activations that are estimated, as a share of them."""

@@ -5,13 +5,13 @@ PlanError: needs 212.4 GiB @host, 192.0 free: 20.4 short. at 14.0 B/param a mode
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from layerferry.config import OptimConfig
 from layerferry.engine.sizes import device_sizes
-from layerferry.layout import GRAD, RESIDUE, WEIGHT
-from layerferry.optim.adamw import AdamW
-from layerferry.optim.formats import StateFormat
+from layerferry.layout import PlaneSpec
+from layerferry.optim.choose import optimizer_for
 from layerferry.plan import Plan, size_text
 from layerferry.planner.memory import DEVICE, HOST, arrivals, plan_specs, planes
 from layerferry.planner.problem import Problem, needs
@@ -117,13 +117,17 @@ def _shorter_rows(question: Problem) -> Iterator[str]:
 
 def _fewer_bits(question: Problem) -> Iterator[str]:
     """The leaner format of the same optimizer, where that fits."""
-    moments = tuple(kind for kind in question.specs if kind not in (WEIGHT, RESIDUE, GRAD))
-    if moments != AdamW.moments or any(spec.coded for spec in question.specs.values()):
-        return
-    lean = {**question.specs, **StateFormat(master="24bit", moments="8bit").planes(moments)}
-    plan, found = search(replace(question, specs=lean))
-    if found:
-        yield f"optim: adamw_8bit fits ({_totals(question, plan)})"
+    for name in ("adamw_8bit", "muon_8bit"):
+        lean = {**question.specs, **optimizer_for(OptimConfig(optim=name)).state_planes}
+        same = lean.keys() == question.specs.keys()
+        if same and _num_coded(lean) > _num_coded(question.specs):
+            plan, found = search(replace(question, specs=lean))
+            if found:
+                yield f"optim: {name} fits ({_totals(question, plan)})"
+
+
+def _num_coded(specs: Mapping[str, PlaneSpec]) -> int:
+    return sum(spec.coded for spec in specs.values())
 
 
 def _on_arrival(question: Problem) -> Iterator[str]:

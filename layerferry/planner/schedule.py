@@ -48,6 +48,12 @@ class Piece:
     """Download of one micro-batch's input; 0: it stays @device."""
     input_up: float = 0.0
     """Its way back."""
+    finish: float = 0.0
+    """Of the update, what follows the device; 0: the CPU does all of it."""
+    orthogonal: float = 0.0
+    """Compute between the two, which the sweeps have to do without."""
+    trip: float = 0.0
+    """Copies for that, both ways."""
 
 
 @dataclass(slots=True)
@@ -159,10 +165,23 @@ class _Run:
         trained = [pieces for pieces in order if self.piece(pieces[0]).trained]
         last_down = trained[0][-self.num_end_slots :] if trained else []
         clock = sum(self.piece(piece).send for piece in last_down if not self.piece(piece).home)
-        for pieces in trained:
-            if not self.piece(pieces[0]).home:
-                clock += sum(self.piece(piece).update for piece in pieces)
-                self.updated |= dict.fromkeys(pieces, clock)
+        begun: tuple[int, float] | None = None  # an update in stages is finished when the next one has begun
+        side = 0.0
+        for pieces in (pieces for pieces in trained if not self.piece(pieces[0]).home):
+            own = self.piece(pieces[0])
+            clock = begin = clock + sum(self.piece(piece).update for piece in pieces) - own.finish
+            clock = self._finish(begun, clock)
+            self.updated |= dict.fromkeys(pieces, begin)
+            side = max(side, begin) + own.orthogonal + own.trip
+            begun = (pieces[0], side) if own.finish else None
+        self._finish(begun, clock)
+
+    def _finish(self, begun: tuple[int, float] | None, clock: float) -> float:
+        if begun is None:
+            return clock
+        unit, back = begun
+        self.updated[unit] = max(clock, back) + self.piece(unit).finish
+        return self.updated[unit]
 
     # ---------------------------------------------------------------- one wave
 
@@ -178,6 +197,7 @@ class _Run:
                 self._forward(layer, micro_batches)
                 continue
             self._feed(index)
+            self.compute += layer.orthogonal if first else 0.0
             self._forward(layer, micro_batches)
             if coming:
                 self._send_up(coming.popleft(), after=self.compute)
@@ -358,7 +378,10 @@ class _Run:
         self.arriving.append(unit)
         whole = next((pieces for pieces in (self.first, self.head) if unit in pieces), [unit])
         if len(self.arriving) == len(whole):
-            self.worker = max(self.worker, self.download) + sum(self.piece(part).update for part in whole)
+            own = [self.piece(part) for part in whole]
+            # nothing comes between the halves of an update in stages
+            took = sum(part.update + part.orthogonal + part.trip for part in own)
+            self.worker = max(self.worker, self.download) + took
             self.updated |= dict.fromkeys(whole, self.worker)
             buffers = self.arrivals[unit >= 0]
             buffers.free[buffers.take()] = self.worker

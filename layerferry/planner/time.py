@@ -21,6 +21,7 @@ from layerferry.planner.facts import Model
 from layerferry.planner.machine import Machine
 from layerferry.planner.memory import Shape, plan_specs, tokens_of, unit_bytes
 from layerferry.planner.schedule import Piece, Program, waits
+from layerferry.planner.updates import finish_s, orthogonal_s, trip_bytes, update_s
 from layerferry.units import Piece as UnitPiece
 
 
@@ -57,12 +58,13 @@ def busy(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Shape,
     rounds = len(waves_of(plan, shape))
     carried = 0 if plan.resident_gradients else rounds - 1
     inputs = model.num_inputs_at_host(plan.host_inputs) * shape.tokens_per_step * model.boundary
-    up = uploaded_bytes(model, plan, specs) + carried * grad_bytes + inputs
+    trips = sum(trip_bytes(unit.layout, specs) for unit in travelling)
+    up = uploaded_bytes(model, plan, specs) + carried * grad_bytes + inputs + trips
     return Seconds(
-        compute=compute_s(model, plan, shape, machine),
+        compute=compute_s(model, plan, shape, machine) + sum(orthogonal_s(unit.layout, machine) for unit in model.units),
         upload=up / machine.upload_together_bytes_per_s.value,
-        download=((carried + 1) * grad_bytes + inputs) / machine.download_together_bytes_per_s.value,
-        optimizer=sum(unit.num_trained for unit in travelling) * machine.optimizer_s_per_param.value,
+        download=((carried + 1) * grad_bytes + inputs + trips) / machine.download_together_bytes_per_s.value,
+        optimizer=sum(update_s(unit.layout, machine) for unit in travelling),
     )
 
 
@@ -107,12 +109,16 @@ def program(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Sha
     one_input = tokens_of(plan, shape) * model.boundary
 
     def piece(index: int, forward: float, backward: float, share: float = 1.0, *, travels: bool = False) -> Piece:
-        trained = share * model.units[index].num_trained
+        layout = model.units[index].layout
+        trained = share * layout.num_trained
         return Piece(
             forward=share * forward,
             backward=share * backward,
             drain=compute.drain_s(trained, machine),
-            update=trained * machine.optimizer_s_per_param.value,
+            update=share * update_s(layout, machine),
+            finish=share * finish_s(layout, machine),
+            orthogonal=share * orthogonal_s(layout, machine),
+            trip=share * trip_bytes(layout, specs) * (1 / up + 1 / down),
             upload=share * weights[index] / up,
             bring=share * grads[index] / up,
             send=share * grads[index] / down,
@@ -143,7 +149,8 @@ def program(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Sha
         resident_gradients=plan.resident_gradients,
         num_below=model.num_below,
         on_arrival=plan.on_arrival,
-        home_step_s=compute.home_step_s(sum(model.units[index].num_trained for index in home), machine),
+        home_step_s=compute.home_step_s(sum(model.units[index].num_trained for index in home), machine)
+        + sum(orthogonal_s(model.units[index].layout, machine) for index in home),
     )
 
 

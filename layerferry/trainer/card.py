@@ -13,6 +13,7 @@ from pathlib import Path
 from layerferry.config import Config, OptimConfig
 from layerferry.optim.choose import chosen
 from layerferry.optim.formats import StateFormat
+from layerferry.optim.muon import DEFAULT_MOMENTUM
 from layerferry.trainer.history import Entry
 from layerferry.version import VERSION
 
@@ -69,7 +70,14 @@ def _optimizer(optim: OptimConfig) -> str:
     """Rule, its numbers, and in how many bits its state was kept."""
     rule, state = chosen(optim)
     betas = f", betas ({optim.adam_beta1}, {optim.adam_beta2})"
-    numbers = {"AdamW": f"{betas}, epsilon {optim.adam_epsilon}", "Lion": betas, "SGD": f", momentum {optim.momentum}"}
+    adamw = f"{betas}, epsilon {optim.adam_epsilon}"
+    momentum = DEFAULT_MOMENTUM if optim.momentum is None else optim.momentum
+    numbers = {
+        "AdamW": adamw,
+        "Lion": betas,
+        "SGD": f", momentum {optim.momentum or 0.0}",
+        "Muon": f", momentum {momentum}, for the layers' matrices, and AdamW{adamw}, 8bit moments, for the rest",
+    }
     kept = "" if state == StateFormat() else f", {state.master} master weights, {state.moments} moments"
     return f"{rule}{numbers.get(rule, '')}{kept}"
 

@@ -33,7 +33,7 @@ from layerferry.models.build import read_config
 from layerferry.optim.base import Optimizer
 from layerferry.optim.choose import optimizer_for
 from layerferry.optim.schedule import schedule_of
-from layerferry.optim.verified import VerifiedOptimizer
+from layerferry.optim.verified import verified
 from layerferry.plan import Plan
 from layerferry.planner.facts import Model
 from layerferry.planner.host import host_limits
@@ -153,7 +153,7 @@ def train(config: Config) -> None:
 def optimizer_of(config: Config) -> Optimizer:
     """The optimizer of the run, watched over where ``verify_memory`` asks for it."""
     optimizer = optimizer_for(config.optim, seed=config.train.seed)
-    return VerifiedOptimizer(optimizer) if config.train.verify_memory else optimizer
+    return verified(optimizer) if config.train.verify_memory else optimizer
 
 
 def check_start(start: Start, config: Config, data: DataSets, sampler: Sampler, total_steps: int) -> None:

@@ -17,8 +17,20 @@ from layerferry.backends.base import Lane
 from layerferry.engine.clock import Span
 from layerferry.engine.engine import Engine
 
-ROWS = ((Lane.UPLOAD, "upload"), (Lane.COMPUTE, "compute"), (Lane.DOWNLOAD, "download"), (Lane.HOST, "CPU optimizer"))
-COLOURS = {Lane.UPLOAD: "#4477aa", Lane.COMPUTE: "#228833", Lane.DOWNLOAD: "#aa3377", Lane.HOST: "#ccbb44"}
+ROWS = (
+    (Lane.UPLOAD, "upload"),
+    (Lane.COMPUTE, "compute"),
+    (Lane.DOWNLOAD, "download"),
+    (Lane.SIDE, "optimizer on the device"),
+    (Lane.HOST, "CPU optimizer"),
+)
+COLOURS = {
+    Lane.UPLOAD: "#4477aa",
+    Lane.COMPUTE: "#228833",
+    Lane.DOWNLOAD: "#aa3377",
+    Lane.SIDE: "#66ccee",
+    Lane.HOST: "#ccbb44",
+}
 WAIT = "wait: "
 RECORDED_STEP = 4
 """Of this process: by then every shape is compiled, and the step before has left updates to hide."""
@@ -53,11 +65,16 @@ class StepRecorder:
         logger.info("timeline of step %d: %s", step, self._folder / "timeline.png")
 
 
+def rows_of(spans: Sequence[Span]) -> list[tuple[Lane, str]]:
+    """Lanes and their names; the side lane only where something has run on it, as few optimizers do."""
+    return [(lane, name) for lane, name in ROWS if lane is not Lane.SIDE or any(span.lane is lane for span in spans)]
+
+
 def busy_shares(spans: Sequence[Span]) -> dict[str, float]:
     """Lane name -> share of the recorded time in which it ran something; overlapping spans count once."""
     begin, end = min(s.begin_s for s in spans), max(s.end_s for s in spans)
     shares = {}
-    for lane, name in ROWS:
+    for lane, name in rows_of(spans):
         busy, reached = 0.0, begin
         for span in sorted((s for s in spans if s.lane is lane and not s.name.startswith(WAIT)), key=lambda s: s.begin_s):
             busy += max(0.0, span.end_s - max(span.begin_s, reached))
@@ -68,9 +85,10 @@ def busy_shares(spans: Sequence[Span]) -> dict[str, float]:
 
 def write_trace(spans: Sequence[Span], path: Path) -> None:
     """The trace-event format: one process, one thread a lane, complete events in microseconds."""
-    numbers = {lane: number for number, (lane, _) in enumerate(ROWS)}
+    rows = rows_of(spans)
+    numbers = {lane: number for number, (lane, _) in enumerate(rows)}
     events: list[dict[str, object]] = [
-        {"ph": "M", "name": "thread_name", "pid": 1, "tid": numbers[lane], "args": {"name": name}} for lane, name in ROWS
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": numbers[lane], "args": {"name": name}} for lane, name in rows
     ]
     events += [
         {
@@ -87,15 +105,15 @@ def write_trace(spans: Sequence[Span], path: Path) -> None:
 
 
 def draw(spans: Sequence[Span], path: Path, *, title: str) -> None:
-    """A PNG with four rows: upload, compute, download, CPU optimizer."""
+    """A PNG with a row for each lane."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.6), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    shares = busy_shares(spans)
-    for row, (lane, _) in enumerate(ROWS):
+    shares, rows = busy_shares(spans), rows_of(spans)
+    for row, (lane, _) in enumerate(rows):
         own = [span for span in spans if span.lane is lane]
         for waits in (False, True):
             bars = [(s.begin_s, s.end_s - s.begin_s) for s in own if s.name.startswith(WAIT) is waits]
@@ -106,7 +124,7 @@ def draw(spans: Sequence[Span], path: Path, *, title: str) -> None:
                 edgecolor="#bb5566" if waits else "white",
                 linewidth=0.8 if waits else 0.3,
             )
-    axes.set_yticks(range(len(ROWS)), [f"{name}\n{shares[name]:.0%} busy" for _, name in ROWS])
+    axes.set_yticks(range(len(rows)), [f"{name}\n{shares[name]:.0%} busy" for _, name in rows])
     axes.invert_yaxis()
     axes.set_xlabel("seconds since the step began")
     axes.set_title(title, loc="left", fontsize=11)

@@ -19,6 +19,8 @@ from layerferry.backends.base import Fence, Lane
 from layerferry.backends.chaos import ChaosBackend, ChaosFence, RaceError, is_released
 from layerferry.backends.cpu import CpuBackend
 from layerferry.objectives import OnLogits
+from layerferry.optim.base import Optimizer
+from layerferry.optim.muon import Muon
 from layerferry.plan import Plan
 from tests.conformance.harness import make_engine, micro_batches
 from tests.engine.small import same, small_model, state
@@ -26,7 +28,8 @@ from tests.engine.small import same, small_model, state
 PLAN = Plan(fp32=True, num_slots=2, num_slabs=1, num_waves=2, carry_fp32=True)
 AT_HOST = replace(PLAN, num_waves=1, host_inputs=2, row_tokens=8, rows_per_step=2, on_device=tuple(range(5)))
 """Nothing but kept inputs travels, so no other copy orders them by chance."""
-SCENARIOS = (PLAN, replace(PLAN, num_slots=3, num_slabs=2, on_device=(2,)), AT_HOST)
+HOME = replace(PLAN, num_slots=3, num_slabs=2, on_device=(2,))
+SCENARIOS: tuple[tuple[Plan, Optimizer | None], ...] = ((PLAN, None), (HOME, None), (AT_HOST, None), (HOME, Muon()))
 Site = tuple[str, str, int]
 
 
@@ -65,8 +68,8 @@ class ForgetfulFence(ChaosFence):
             super().synchronize()
 
 
-def trained(backend: CpuBackend, plan: Plan) -> dict[str, Tensor]:
-    engine = make_engine(small_model(), plan, backend=backend)
+def trained(backend: CpuBackend, plan: Plan, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
+    engine = make_engine(small_model(), plan, backend=backend, optimizer=optimizer)
     try:
         for step in range(2):
             engine.step(micro_batches(2, rows=1, tokens=8, seed=step), lr=1e-2)
@@ -90,30 +93,30 @@ def trained(backend: CpuBackend, plan: Plan) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def truths() -> list[dict[str, Tensor]]:
-    return [trained(CpuBackend(), plan) for plan in SCENARIOS]
+    return [trained(CpuBackend(), *scenario) for scenario in SCENARIOS]
 
 
 def ordering_sites() -> list[Site]:
     found = set()
-    for plan in SCENARIOS:
+    for scenario in SCENARIOS:
         backend = Forgetful(0)
-        trained(backend, plan)
+        trained(backend, *scenario)
         found |= backend.sites
     return sorted(found)
 
 
 def test_every_fence_is_needed(truths: list[dict[str, Tensor]]) -> None:
     sites = ordering_sites()
-    assert {name for name, _, _ in sites} == {"feed.py", "drain.py", "deferred.py", "kept.py"} and len(sites) >= 16
+    assert {name for name, _, _ in sites} == {"feed.py", "drain.py", "deferred.py", "kept.py", "stages.py"} and len(sites) >= 19
     missed = [site for site in sites if not caught(site, truths)]
     assert not missed
 
 
 def caught(site: Site, truths: Sequence[dict[str, Tensor]]) -> bool:
-    for plan, truth in zip(SCENARIOS, truths, strict=True):
+    for scenario, truth in zip(SCENARIOS, truths, strict=True):
         for seed in range(3):
             try:
-                if not same(trained(Forgetful(seed, site), plan), truth):
+                if not same(trained(Forgetful(seed, site), *scenario), truth):
                     return True
             except (RaceError, AssertionError):
                 return True

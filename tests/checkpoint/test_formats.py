@@ -24,6 +24,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "lion_8bit": {"optim": "lion_8bit"},
     "adafactor": {"optim": "adafactor"},
     "adafactor over 24 bits": {"optim": "adafactor", "master_weights": "24bit"},
+    "muon": {"optim": "muon"},
+    "muon_8bit": {"optim": "muon_8bit"},
     "sgd": {"optim": "sgd"},
     "momentum": {"optim": "sgd", "momentum": 0.9},
 }
@@ -104,3 +106,23 @@ def test_the_moments_of_another_rule_are_refused(tmp_path: Path) -> None:
     folder = save(engine, tmp_path, 1).folder
     with pytest.raises(CheckpointError, match="its optimizer kept exp_avg U8/128, this run's keeps exp_avg F32, exp_avg_sq F32"):
         load(model, folder)
+
+
+def test_the_momentum_of_muon_is_encoded_and_decoded(tmp_path: Path) -> None:
+    """Of matrices alone, each in blocks of its own; what belongs to AdamW is of 8 bits on both sides and stays."""
+    model = model_of("qwen3_moe")
+    lean = engine_of(model, optim="muon_8bit")
+    train(lean, range(2))
+    wide = load(model, save(lean, tmp_path, 2).folder, optim="muon")
+    before, after = state_of(lean), state_of(wide)
+    for unit in lean.store.units:
+        plane = lean.store.plane(unit, "momentum_buffer")
+        for entry in (entry for entry in unit.layout.entries if plane.holds(entry)):
+            codes, name = plane.whole_blocks(entry), unit.names[entry.name]
+            assert codes is not None
+            values = decode(codes, plane.exponents_of(entry), signed=True)[: entry.numel].view(entry.shape)
+            assert torch.equal(after[f"momentum_buffer {name}"], values)
+    kept = [name for name in before if name.startswith(("master", "exp_avg"))]
+    assert_same({name: after[name] for name in kept}, {name: before[name] for name in kept})
+    with pytest.raises(CheckpointError, match="its optimizer kept momentum_buffer U8/128, exp_avg U8/128, exp_avg_sq U8/128"):
+        load(model, tmp_path / "checkpoint-2", optim="adamw_8bit")

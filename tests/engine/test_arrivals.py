@@ -19,6 +19,7 @@ from layerferry.optim.adafactor import Adafactor
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.base import Optimizer
 from layerferry.optim.formats import StateFormat
+from layerferry.optim.muon import Muon
 from layerferry.plan import Plan
 from tests.conformance.harness import make_engine, micro_batches
 from tests.engine.small import same, small_model, state
@@ -76,7 +77,7 @@ def test_equal_to_the_deferred_step(changed: dict[str, Any], chaos: int | None, 
 @pytest.mark.parametrize("fp32", [True, False])
 def test_a_tied_model_and_other_formats(fp32: bool) -> None:
     lean = StateFormat(master="bf16" if not fp32 else "fp32", moments="8bit")
-    for optimizer in (AdamW(state_format=lean, weight_decay=0.1), Adafactor()):
+    for optimizer in (AdamW(state_format=lean, weight_decay=0.1), Adafactor(), Muon(weight_decay=0.1)):
         plan = replace(BASE, fp32=fp32, carry_fp32=False)
         expected = run(plan, optimizer=optimizer, tie_word_embeddings=True)
         seen, left = run(replace(plan, on_arrival=True), chaos=3, optimizer=optimizer, tie_word_embeddings=True)

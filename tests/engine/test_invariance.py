@@ -18,6 +18,7 @@ from layerferry.optim.adamw import AdamW
 from layerferry.optim.base import Optimizer
 from layerferry.optim.formats import StateFormat
 from layerferry.optim.lion import Lion
+from layerferry.optim.muon import Muon
 from layerferry.optim.sgd import SGD
 from layerferry.plan import Plan
 from tests.conformance.harness import gradients, make_engine, masked, micro_batches, unequal
@@ -34,6 +35,8 @@ FORMATS: dict[str, Optimizer] = {
     "lion, 8-bit": Lion(state_format=LEAN),
     "adafactor": Adafactor(weight_decay=0.1),
     "adafactor, bf16 weights": Adafactor(state_format=StateFormat(master="bf16")),
+    "muon": Muon(weight_decay=0.1),
+    "muon, 8-bit, 24-bit master": Muon(state_format=LEAN, weight_decay=0.1),
     "sgd": SGD(weight_decay=0.1),
     "sgd with momentum": SGD(momentum=0.9),
 }

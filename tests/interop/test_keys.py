@@ -19,7 +19,7 @@ SECTIONS = {
     "chat": config.ChatConfig,
     "export": config.ExportConfig,
 }
-COMBINED = {"bf16", "fp32", "use_cpu", "disable_gradient_checkpointing", "infer_backend"}
+COMBINED = {"bf16", "fp32", "use_cpu", "disable_gradient_checkpointing", "infer_backend", "use_muon"}
 """Honoured by the reader, together with other keys, not by one field."""
 DIFFERENT = {
     "do_train": "a run without it would do nothing",

@@ -116,6 +116,7 @@ SGD = "model_name_or_path: m\nfinetuning_type: full\noptim: sgd\n"
         (SGD + "optim_args: nesterov=true\n", r"run.yaml:4: optim_args: expected momentum=0.9"),
         (SGD.replace("sgd", "adamw_torch") + "optim_args: momentum=0.9\n", r"run.yaml:4: optim_args: expected momentum=0.9"),
         (SGD + "optim_args: momentum=much\n", r"run.yaml:4: optim_args: expected a number"),
+        (SGD + "use_muon: true\n", r"run.yaml:4: use_muon: contradicts optim: sgd"),
         ("master_weights: int8\n", r"run.yaml:1: master_weights: 'int8' is not supported: auto, fp32, 24bit, bf16"),
         ("quantization_bit: 4\n", r"run.yaml:1: quantization_bit: 4 is not supported"),
         ("save_safetensors: false\n", r"run.yaml:1: save_safetensors: False is not supported"),
@@ -210,6 +211,9 @@ def test_values_in_the_ways_people_write_them() -> None:
     assert config.data.packing is False and config.data.neat_packing and config.data.enable_thinking is None
     assert config.engine.host_memory == 60 * 2**30 and config.engine.device == "cpu"
     assert read("report_to=all").train.report_to == ("tensorboard", "wandb")
+    assert read("use_muon=true").optim.optim == "muon" == read("use_muon=true", "optim=adamw_torch").optim.optim
+    assert read("use_muon=true", "optim=muon_8bit", "optim_args=momentum=0.9").optim.momentum == 0.9
+    assert read("use_muon=false").optim == read().optim and read("optim=muon").optim.momentum is None
     assert read("report_to=none").train.report_to == () == read("report_to=null").train.report_to
 
 

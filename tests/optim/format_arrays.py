@@ -13,7 +13,7 @@ from layerferry.master import split_master, split_master24
 from layerferry.optim.blocks import encode
 from layerferry.optim.kernels import AdamWScalars, Kernels, Moment, Operands
 from layerferry.optim.rounding import Rounding
-from layerferry.optim.rules import LionScalars, Rule, SgdScalars
+from layerferry.optim.rules import DescentScalars, LionScalars, MomentumScalars, Rule, SgdScalars
 from tests.optim.arrays import scalars
 
 MASTERS = ("whole", "fp32", "24bit", "bf16")
@@ -22,17 +22,23 @@ RULES: dict[str, tuple[type[Rule], int]] = {
     "lion": (LionScalars, 1),
     "sgd": (SgdScalars, 0),
     "momentum": (SgdScalars, 1),
+    "muon before": (MomentumScalars, 1),
+    "muon behind": (DescentScalars, 0),
 }
 """Rule and the moments that it keeps."""
 FORMATS = [
     (rule, master, moments)
     for rule, master, moments in itertools.product(RULES, MASTERS, ("fp32", "8bit"))
-    if not (rule == "sgd" and moments == "8bit")
+    if not (RULES[rule][1] == 0 and moments == "8bit")
 ]
 
 
 def rule_of(name: str, step: int = 3, **changes: float) -> Rule:
     numbers = {"grad_scale": 0.83, "step_size": 1e-3, "decay": 1e-4} | changes
+    if name == "muon before":
+        return MomentumScalars(grad_scale=numbers["grad_scale"], momentum=0.95, one_minus_momentum=0.05)
+    if name == "muon behind":
+        return DescentScalars(step_size=numbers["step_size"], decay=numbers["decay"])
     if name == "lion":
         return LionScalars(beta1=0.9, one_minus_beta1=0.1, beta2=0.99, one_minus_beta2=0.01, **numbers)
     if name in ("sgd", "momentum"):
@@ -59,7 +65,7 @@ def operands(
         weight, residue = split_master(whole) if master == "fp32" else split_master24(whole)
     kept = [_moment(arrays[name], moments, signed=name == "exp_avg") for name in ("exp_avg", "exp_avg_sq")[: RULES[rule][1]]]
     first, second = (*kept, None, None)[:2]
-    grad = arrays["grad"].to(grad_dtype)
+    grad = arrays["grad"].to(grad_dtype, copy=True)
     return Operands(weight=weight, residue=residue, grad=grad, first=first, second=second, start=start)
 
 
@@ -78,8 +84,8 @@ def run(kernels: Kernels, given: Operands, rule: str, steps: int = 1, threads: i
 
 
 def left(given: Operands) -> dict[str, Tensor]:
-    """Every plane but the gradient, by name."""
-    found: dict[str, Any] = {"weight": given.weight, "residue": given.residue}
+    """Every plane, by name."""
+    found: dict[str, Any] = {"weight": given.weight, "residue": given.residue, "grad": given.grad}
     for name, moment in (("first", given.first), ("second", given.second)):
         if moment is not None:
             found |= {name: moment.values, f"{name} exponents": moment.exponents}

@@ -21,6 +21,7 @@ from layerferry.optim.adamw import AdamW
 from layerferry.optim.base import Optimizer
 from layerferry.optim.formats import StateFormat
 from layerferry.optim.lion import Lion
+from layerferry.optim.muon import Muon
 from layerferry.optim.reference import ReferenceKernels
 from layerferry.plan import Plan
 from layerferry.planner.facts import Model
@@ -87,8 +88,14 @@ def test_store_and_engine_allocate_what_was_planned(
 @pytest.mark.parametrize("home", [(), (0, 2)])
 @pytest.mark.parametrize(
     "optimizer",
-    [AdamW(state_format=StateFormat(master="24bit", moments="8bit")), Lion(state_format=StateFormat(master="bf16")), Adafactor()],
-    ids=["8 bits", "bf16", "adafactor"],
+    [
+        AdamW(state_format=StateFormat(master="24bit", moments="8bit")),
+        Lion(state_format=StateFormat(master="bf16")),
+        Adafactor(),
+        Muon(),
+        Muon(state_format=StateFormat(master="24bit", moments="8bit")),
+    ],
+    ids=["8 bits", "bf16", "adafactor", "muon", "muon, 8 bits"],
 )
 def test_every_format_is_allocated_as_it_was_planned(optimizer: Optimizer, home: tuple[int, ...], fp32: bool) -> None:
     """Codes with their exponents, residues of a byte or none, rows and columns: to the byte, at both places."""

@@ -19,6 +19,10 @@ __all__ = ["model_folder", "rows"]
     [
         ({"optim": "adamw_8bit"}, "AdamW, betas (0.9, 0.999), epsilon 1e-08, 24bit master weights, 8bit moments"),
         ({"optim": "sgd", "momentum": 0.9, "master_weights": "bf16"}, "SGD, momentum 0.9, bf16 master weights, fp32 moments"),
+        (
+            {"optim": "muon"},
+            "Muon, momentum 0.95, for the layers' matrices, and AdamW, betas (0.9, 0.999), epsilon 1e-08, 8bit moments",
+        ),
     ],
 )
 def test_a_run_is_resumed_and_loaded(

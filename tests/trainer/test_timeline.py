@@ -34,6 +34,12 @@ def test_the_trace_has_a_thread_for_every_lane(tmp_path: Path) -> None:
     assert [e["ts"] for e in done if e["name"] == "layer.0"] == [0.0, 1e6]
 
 
+def test_the_side_lane_has_a_row_where_it_has_run() -> None:
+    spans = [*SPANS, Span(Lane.SIDE, "layer.0", 1.0, 2.0)]
+    assert list(timeline.busy_shares(spans)) == ["upload", "compute", "download", "optimizer on the device", "CPU optimizer"]
+    assert timeline.busy_shares(spans)["optimizer on the device"] == pytest.approx(0.25)
+
+
 def test_the_picture_is_written(tmp_path: Path) -> None:
     timeline.draw(SPANS, tmp_path / "t.png", title="a step")
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
