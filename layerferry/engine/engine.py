@@ -222,11 +222,10 @@ class Engine:
 
     def _defer(self, hyper: StepHyper) -> None:
         self.feed.forget(stale=True)
-        arrived = self._arrivals is not None
-        waiting = [
-            unit for unit in self.update_order if unit.num_trained and not (arrived and unit.index not in self.store.on_device)
-        ]
-        self.deferred.defer(waiting, hyper, self.drain.drained)
+        trained = [unit for unit in self.update_order if unit.num_trained]
+        if self._arrivals is not None:  # the others have been updated
+            trained = [unit for unit in trained if unit.index in self.store.on_device]
+        self.deferred.defer(trained, hyper, self.drain.drained)
 
     # ---------------------------------------------------------------- the rest
 

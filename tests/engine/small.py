@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerferry.engine.engine import Engine
+from layerferry.engine.engine import Engine, clip_coefficient
+from layerferry.engine.oracle import WholeRows, loss_and_gradients
+from layerferry.layout import GRAD
+from layerferry.optim.base import StepHyper
 from tests.conformance.families import BY_TYPE, tiny_config
 from tests.conformance.harness import masters, micro_batches, real_model
 
@@ -47,3 +51,31 @@ def clipped_steps(engine: Engine, steps: int) -> tuple[list[float], dict[str, Te
     left = state(engine)
     engine.close()
     return seen, left
+
+
+def check_against_optimizer_alone(engine: Engine, alone: Engine, model: Any, rates: Sequence[float], *, limit: float) -> None:
+    """Clipped steps of ``engine`` leave the bits of ``model``'s own autograd and ``Optimizer.step`` over the planes of ``alone``,
+    unit after unit. Closes both."""
+    for step, lr in enumerate(rates):
+        batches = micro_batches(2, seed=step)
+        report = engine.step(batches, WholeRows(), lr=lr, max_grad_norm=limit)
+        loss, expected = loss_and_gradients(model, batches)
+        assert report.loss == loss.item() and report.grad_norm > limit
+        scale = clip_coefficient(report.grad_norm, limit)
+        for unit in alone.store.units:
+            for entry in unit.layout.entries:
+                alone.store.plane(unit, GRAD).view(entry).copy_(expected[unit.names[entry.name]])
+            hyper = StepHyper(lr=lr, step=step + 1, grad_scale=scale, stream=unit.stream)
+            alone.optimizer.step(alone.store.planes(unit), unit.layout, hyper, 1)
+        load_weights(model, alone)
+    assert same(state(engine), state(alone))
+    engine.close()
+    alone.close()
+
+
+def load_weights(model: Any, engine: Engine) -> None:
+    """Into ``model``: the weights that the device would compute with."""
+    values = {u.names[e.name]: engine.store.parameter(u, e) for u in engine.store.units for e in u.layout.entries}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(values[name].to(parameter.dtype))

@@ -8,15 +8,12 @@ import pytest
 import torch
 
 from layerferry.backends.chaos import ChaosBackend
-from layerferry.engine.engine import Engine, clip_coefficient
-from layerferry.engine.oracle import WholeRows, loss_and_gradients
-from layerferry.layout import GRAD
+from layerferry.engine.engine import clip_coefficient
 from layerferry.optim.adamw import AdamW
-from layerferry.optim.base import StepHyper
 from layerferry.optim.reference import ReferenceKernels
 from layerferry.plan import Plan
 from tests.conformance.harness import gradients, make_engine, masters, micro_batches
-from tests.engine.small import same, small_model, state
+from tests.engine.small import check_against_optimizer_alone, same, small_model, state
 
 PLAN = Plan(fp32=True, num_slots=2, num_slabs=1)
 RATES = (1e-2, 3e-3, 2e-2, 0.0, 1e-3)
@@ -50,29 +47,7 @@ def test_equal_to_the_whole_model_and_the_optimizer_alone(fp32: bool) -> None:
     model = small_model(dtype=dtype)
     engine = make_engine(model, Plan(fp32=fp32, num_slots=2, num_slabs=1), optimizer=optimizer())
     alone = make_engine(model, Plan(fp32=fp32, num_slots=2, num_slabs=1), optimizer=optimizer())  # only its planes are used
-    for step, lr in enumerate(RATES):
-        batches = micro_batches(2, seed=step)
-        report = engine.step(batches, WholeRows(), lr=lr, max_grad_norm=LIMIT)
-        loss, expected = loss_and_gradients(model, batches)
-        assert report.loss == loss.item()
-        for unit in alone.store.units:
-            for entry in unit.layout.entries:
-                alone.store.plane(unit, GRAD).view(entry).copy_(expected[unit.names[entry.name]])
-        hyper = StepHyper(lr=lr, step=step + 1, grad_scale=clip_coefficient(report.grad_norm, LIMIT))
-        for unit in alone.store.units:
-            alone.optimizer.step(alone.store.planes(unit), unit.layout, hyper, 1)
-        _load(model, alone, dtype)
-    assert same(state(engine), state(alone))
-    engine.close()
-    alone.close()
-
-
-def _load(model: Any, engine: Engine, dtype: torch.dtype) -> None:
-    """The weights that the device would compute with."""
-    values = {u.names[e.name]: engine.store.parameter(u, e) for u in engine.store.units for e in u.layout.entries}
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(values[name].to(dtype))
+    check_against_optimizer_alone(engine, alone, model, RATES, limit=LIMIT)
 
 
 def test_close_to_torchs_adamw_and_clipping() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from layerferry.backends.base import Lane
 from layerferry.backends.chaos import ChaosBackend
 from layerferry.backends.cpu import CpuBackend
-from layerferry.engine.engine import Engine, clip_coefficient
+from layerferry.engine.engine import clip_coefficient
 from layerferry.engine.oracle import WholeRows, loss_and_gradients
 from layerferry.layout import GRAD
 from layerferry.objectives import OnLogits
@@ -23,7 +23,7 @@ from layerferry.optim.orthogonal import stacks_of
 from layerferry.optim.verified import verified
 from layerferry.plan import Plan
 from tests.conformance.harness import make_engine, masters, micro_batches
-from tests.engine.small import clipped_steps, same, small_model, state
+from tests.engine.small import check_against_optimizer_alone, clipped_steps, load_weights, same, small_model, state
 
 PLAN = Plan(fp32=True, num_slots=2, num_slabs=1)
 RATES = (1e-2, 3e-3, 2e-2)
@@ -40,29 +40,7 @@ def test_equal_to_the_whole_model_and_the_optimizer_alone(model_type: str, fp32:
     plan = replace(PLAN, fp32=fp32)
     engine = make_engine(model, plan, optimizer=Muon(weight_decay=0.1), backend=ChaosBackend(4))
     alone = make_engine(model, plan, optimizer=Muon(weight_decay=0.1))  # only its planes are used
-    for step, lr in enumerate(RATES):
-        batches = micro_batches(2, seed=step)
-        report = engine.step(batches, WholeRows(), lr=lr, max_grad_norm=LIMIT)
-        loss, expected = loss_and_gradients(model, batches)
-        assert report.loss == loss.item() and report.grad_norm > LIMIT
-        scale = clip_coefficient(report.grad_norm, LIMIT)
-        for unit in alone.store.units:
-            for entry in unit.layout.entries:
-                alone.store.plane(unit, GRAD).view(entry).copy_(expected[unit.names[entry.name]])
-            hyper = StepHyper(lr=lr, step=step + 1, grad_scale=scale, stream=unit.stream)
-            alone.optimizer.step(alone.store.planes(unit), unit.layout, hyper, 1)
-        load(model, alone, dtype)
-    assert same(state(engine), state(alone))
-    engine.close()
-    alone.close()
-
-
-def load(model: Any, engine: Engine, dtype: torch.dtype) -> None:
-    """The weights that the device would compute with."""
-    values = {u.names[e.name]: engine.store.parameter(u, e) for u in engine.store.units for e in u.layout.entries}
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(values[name].to(dtype))
+    check_against_optimizer_alone(engine, alone, model, RATES, limit=LIMIT)
 
 
 def test_matrices_go_the_way_of_torchs_muon() -> None:
@@ -78,7 +56,7 @@ def test_matrices_go_the_way_of_torchs_muon() -> None:
     parameters = {name: torch.nn.Parameter(start[name].clone()) for name in own}
     theirs = torch.optim.Muon(parameters.values(), lr=1.0, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for step, lr in enumerate(RATES):
-        load(model, engine, torch.float32)
+        load_weights(model, engine)
         batches = micro_batches(2, seed=step)
         _, found = loss_and_gradients(model, batches)
         report = engine.step(batches, WholeRows(), lr=lr, max_grad_norm=LIMIT)
