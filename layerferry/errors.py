@@ -43,6 +43,11 @@ class ModelRefused(LayerFerryError):
     exit_code = 4
 
 
+class DiskTierError(LayerFerryError):
+    """The disk that holds optimizer state has failed, or gave back other bytes than were written: exit code 1. The run cannot go
+    on, its newest checkpoint can."""
+
+
 class Interrupted(LayerFerryError):
     """A signal has ended the run after its step: exit code 128 + the signal's number, as a shell counts. Says how to go on."""
 

@@ -14,7 +14,7 @@ Checked by ``tests/test_layout.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -24,6 +24,9 @@ from torch import Tensor
 
 ALIGN_ELEMENTS = 128
 """Parameters start at multiples of this many elements: 256 bytes in the narrowest (2-byte) plane."""
+
+STACK_BYTES = 256
+"""Planes that lie in one buffer start at multiples of this."""
 
 SECTION_DTYPES = (torch.bfloat16, torch.float32)
 """Order of the typed sections inside every plane."""
@@ -181,6 +184,14 @@ class Layout:
     def bytes(self, plane: PlaneSpec) -> int:
         """Bytes of one plane of this unit."""
         return sum(plane.section_bytes(numel, dtype) for numel, dtype in zip(self.numel_in(plane), plane.dtypes, strict=True))
+
+    def stack(self, planes: Mapping[str, PlaneSpec]) -> dict[str, slice]:
+        """Bytes of several planes of this unit in one buffer, each from a multiple of ``STACK_BYTES``."""
+        found, begin = {}, 0
+        for kind, plane in planes.items():
+            found[kind] = slice(begin, begin + self.bytes(plane))
+            begin = -(-found[kind].stop // STACK_BYTES) * STACK_BYTES
+        return found
 
     def offset(self, entry: Entry, plane: PlaneSpec) -> int:
         """Where ``entry`` begins in its section of one plane."""

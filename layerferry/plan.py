@@ -81,6 +81,8 @@ class Plan:
     """Parts in which embedding and head travel, where they do: ranges of the vocabulary."""
     on_device: tuple[int, ...] = ()
     """Indexes of the units whose planes, optimizer state included, live @device; nothing of them travels."""
+    on_disk: tuple[int, ...] = ()
+    """Indexes of the units whose residue and moments live @disk, and come to the host to be updated."""
     resident_gradients: bool = False
     """Several waves are summed @device in fp32, 4 bytes a parameter, instead of being carried @host."""
     on_arrival: bool = False

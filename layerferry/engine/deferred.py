@@ -14,8 +14,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 
 from layerferry.backends.base import Backend, Fence, Lane
 from layerferry.engine.clock import Clock
@@ -35,14 +35,19 @@ class Hold:
     """TRAP: the holder must resolve it whatever happens, or the next update waits for ever (tests/checkpoint/test_save.py)."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    """An update whose first half is queued, or done."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Update:
+    """One unit's update. ``planes`` are at hand from the beginning of its first half to the end of its last; the worker's."""
 
     unit: Unit
-    planes: Planes
     hyper: StepHyper
-    first: Future[Fence]
+    drained: Fence
+    held: Future[Fence] | None
+    grad: Plane | None = None
+    """None: the store has a plane."""
+    planes: Planes = field(default_factory=dict)
+    at_hand: ExitStack = field(default_factory=ExitStack)
+    first: Future[Fence] = field(default_factory=Future)
 
 
 class DeferredSteps:
@@ -66,32 +71,33 @@ class DeferredSteps:
 
         Units that live @device are updated on the compute lane now, the others by the worker.
         """
-        begun: _Begun | None = None
+        units = tuple(units)
+        self._store.expect(units)
+        begun: _Update | None = None
         for unit in units:
             own = replace(hyper, stream=unit.stream)
             held = self._held.pop(unit.index, None)
             if unit.index in self._store.on_device:
                 self._at_home(unit, own, held)
                 continue
-            planes = self._store.planes(unit)
-            first = self._worker.submit(self._begin, unit, planes, own, drained[unit.index], held)
+            update = _Update(unit=unit, hyper=own, drained=drained[unit.index], held=held)
+            update.first = self._worker.submit(self._begin, update)
             self._finish_later(begun)
-            begun = _Begun(unit, planes, own, first) if self.stages.finishes(unit) else None
+            begun = update if self.stages.finishes(unit) else None
             if begun is None:
-                self._ready[unit.index] = first
+                self._ready[unit.index] = update.first
         self._finish_later(begun)
 
     def arrived(self, unit: Unit, hyper: StepHyper, drained: Fence, grad: Plane) -> Future[Fence]:
         """Update one unit @host from ``grad``, which is no plane of the store and may be used again when the future is done."""
         own, held = replace(hyper, stream=unit.stream), self._held.pop(unit.index, None)
-        planes = {**self._store.planes(unit), GRAD: grad}
-        update = self._worker.submit(self._begin, unit, planes, own, drained, held)
+        update = _Update(unit=unit, hyper=own, drained=drained, held=held, grad=grad)
+        update.first = self._ready[unit.index] = self._worker.submit(self._begin, update)
         if self.stages.finishes(unit):
-            update = self._worker.submit(self._finish, _Begun(unit, planes, own, update))
-        self._ready[unit.index] = update
-        return update
+            self._finish_later(update)
+        return self._ready[unit.index]
 
-    def _finish_later(self, begun: _Begun | None) -> None:
+    def _finish_later(self, begun: _Update | None) -> None:
         if begun is not None:
             self._ready[begun.unit.index] = self._worker.submit(self._finish, begun)
 
@@ -104,16 +110,24 @@ class DeferredSteps:
                 self._backend.wait(Lane.COMPUTE, first)
                 self.stages.finish(Lane.COMPUTE, unit, planes, hyper)
 
-    def _begin(self, unit: Unit, planes: Planes, hyper: StepHyper, drained: Fence, held: Future[Fence] | None) -> Fence:
-        drained.synchronize()
-        self._pass(Lane.HOST, held)
-        with self._working(unit, completes=not self.stages.finishes(unit)):
-            return self.stages.begin(Lane.HOST, unit, planes, hyper)
+    def _begin(self, update: _Update) -> Fence:
+        update.drained.synchronize()
+        self._pass(Lane.HOST, update.held)
+        unit, finishes = update.unit, self.stages.finishes(update.unit)
+        with ExitStack() as at_hand:
+            planes = at_hand.enter_context(self._store.at_hand(unit))
+            update.planes = planes if update.grad is None else {**planes, GRAD: update.grad}
+            with self._working(unit, completes=not finishes):
+                fence = self.stages.begin(Lane.HOST, unit, update.planes, update.hyper)
+            if finishes:
+                update.at_hand = at_hand.pop_all()
+            return fence
 
-    def _finish(self, begun: _Begun) -> Fence:
-        begun.first.result().synchronize()
-        with self._working(begun.unit, completes=True):
-            return self.stages.finish(Lane.HOST, begun.unit, begun.planes, begun.hyper)
+    def _finish(self, begun: _Update) -> Fence:
+        with begun.at_hand:
+            begun.first.result().synchronize()
+            with self._working(begun.unit, completes=True):
+                return self.stages.finish(Lane.HOST, begun.unit, begun.planes, begun.hyper)
 
     @contextmanager
     def _working(self, unit: Unit, *, completes: bool) -> Iterator[None]:

@@ -141,7 +141,8 @@ class Engine:
         Also after a step that has failed: such a step has updated nothing. TRAP: not inside the handler that caught the error,
         whose traceback keeps the old buffers alive (tests/engine/test_replan.py).
         """
-        assert plan.on_device == self.plan.on_device and plan.fp32 == self.plan.fp32, "planes do not move"
+        assert plan.on_device == self.plan.on_device and plan.on_disk == self.plan.on_disk, "planes do not move"
+        assert plan.fp32 == self.plan.fp32
         self.settle()
         self.backend.synchronize()
         del self.feed, self.drain, self.kept, self._sweep, self._head_parts, self._slots, self._arrivals
@@ -263,6 +264,7 @@ class Engine:
         """Stop the worker; the engine cannot be used afterwards."""
         self.deferred.close()
         self.backend.synchronize()
+        self.store.close()
 
     @property
     def update_order(self) -> tuple[Unit, ...]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from layerferry.optim.adamw import AdamW
 from layerferry.optim.base import Optimizer
 from layerferry.optim.reference import ReferenceKernels
 from layerferry.plan import Plan
+from layerferry.store.scratch import ScratchFile
 from layerferry.store.store import Store, plane_specs
 
 PLAN = Plan(fp32=True, num_slots=2, num_slabs=1)
@@ -95,6 +98,7 @@ def make_engine(
     optimizer: Optimizer | None = None,
     seed: int = SEED,
     other_slots: bool = False,
+    scratch: ScratchFile | None = None,
 ) -> Engine:
     """The engine over a copy of ``model``'s weights. In fp32 mode with fp32 gradients @host."""
     backend = backend or ChaosBackend()
@@ -102,11 +106,20 @@ def make_engine(
     skeleton = Skeleton(_fresh(model, dtype), decays=lambda *_: True, device=backend.device, fp32=plan.fp32)
     optimizer = optimizer or AdamW(kernels=ReferenceKernels())
     specs = plane_specs(optimizer.state_planes, **({"grad": FP32_PLANE} if plan.carry_fp32 else {}))
-    store = Store(skeleton.units, specs, backend, on_device=plan.on_device, keeps_gradients=not plan.on_arrival)
+    store = Store(
+        skeleton.units,
+        specs,
+        backend,
+        on_device=plan.on_device,
+        on_disk=plan.on_disk,
+        scratch=scratch or ScratchFile(Path(tempfile.gettempdir())),
+        keeps_gradients=not plan.on_arrival,
+    )
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     for unit in skeleton.units:
-        for entry in unit.layout.entries:
-            store.set_parameter(unit, entry, parameters[unit.names[entry.name]].detach())
+        with store.at_hand(unit):
+            for entry in unit.layout.entries:
+                store.set_parameter(unit, entry, parameters[unit.names[entry.name]].detach())
     for name in skeleton.buffer_names:
         skeleton.set_buffer(name, buffers[name])
     engine = Engine(skeleton, store, optimizer, backend, plan, seed=seed)
@@ -131,9 +144,11 @@ def gradients(engine: Engine) -> dict[str, Tensor]:
 def masters(engine: Engine) -> dict[str, Tensor]:
     """Every fp32 master by model parameter name, settled."""
     engine.settle()
-    return {
-        unit.names[entry.name]: engine.store.master(unit, entry) for unit in engine.store.units for entry in unit.layout.entries
-    }
+    found = {}
+    for unit in engine.store.units:
+        with engine.store.at_hand(unit, writes=False):
+            found |= {unit.names[entry.name]: engine.store.master(unit, entry) for entry in unit.layout.entries}
+    return found
 
 
 def unequal(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:

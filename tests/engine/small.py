@@ -29,12 +29,13 @@ def state(engine: Engine) -> dict[str, Tensor]:
     """Masters and moments, settled: everything that a step leaves behind."""
     everything = {f"master {name}": value for name, value in masters(engine).items()}
     for unit in engine.store.units:
-        for kind in engine.optimizer.state_planes:
-            plane = engine.store.plane(unit, kind)
-            kept = [entry for entry in unit.layout.entries if plane.holds(entry)]
-            everything |= {f"{kind} {unit.names[e.name]}": plane.view(e).clone() for e in kept}
-            if plane.spec.coded:
-                everything |= {f"{kind} exponents {unit.names[e.name]}": plane.exponents_of(e).clone() for e in kept}
+        with engine.store.at_hand(unit, writes=False) as planes:
+            for kind in engine.optimizer.state_planes:
+                plane = planes[kind]
+                kept = [entry for entry in unit.layout.entries if plane.holds(entry)]
+                everything |= {f"{kind} {unit.names[e.name]}": plane.view(e).clone() for e in kept}
+                if plane.spec.coded:
+                    everything |= {f"{kind} exponents {unit.names[e.name]}": plane.exponents_of(e).clone() for e in kept}
     return everything
 
 
