@@ -11,6 +11,7 @@ weights is allocated; then planes are allocated, then filled parameter by parame
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,9 @@ from layerferry.plan import Plan
 from layerferry.store.dequantise import DequantisedFolder
 from layerferry.store.fill import DEFAULT_READ_AHEAD_BYTES, fill
 from layerferry.store.safetensors_file import CheckpointFolder
+from layerferry.store.scratch import ScratchFile
 from layerferry.store.store import Store, plane_specs
+from layerferry.units import Unit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,8 +93,15 @@ def load(
 
         plan = choose_for(skeleton, optimizer, config, backend, row_tokens=row_tokens)
     grad = FP32_PLANE if plan.carry_fp32 else GRAD_PLANE
-    specs = plane_specs(optimizer.state_planes, grad=grad)
-    store = Store(skeleton.units, specs, backend, on_device=plan.on_device, keeps_gradients=not plan.on_arrival)
+    store = Store(
+        skeleton.units,
+        plane_specs(optimizer.state_planes, grad=grad),
+        backend,
+        on_device=plan.on_device,
+        on_disk=plan.on_disk,
+        scratch=ScratchFile(Path(config.engine.disk_folder or config.train.output_dir)),
+        keeps_gradients=not plan.on_arrival,
+    )
     _fill(store, skeleton, source, seed=config.train.seed)
     engine = Engine(skeleton, store, optimizer, backend, plan, seed=config.train.seed, folder=folder)
     engine.max_grad_norm = config.optim.max_grad_norm
@@ -156,20 +166,29 @@ def _fill(store: Store, skeleton: Skeleton, source: Any, *, seed: int) -> None:
     if source is None:
         for unit in store.units:
             by_name = unit.layout.by_name
-            for name, value in initial_parameters(skeleton, unit, seed=seed_of(seed, unit.index), device=skeleton.device):
-                store.set_parameter(unit, by_name[name], value)
+            with store.at_hand(unit):
+                for name, value in initial_parameters(skeleton, unit, seed=seed_of(seed, unit.index), device=skeleton.device):
+                    store.set_parameter(unit, by_name[name], value)
         return
     homes = {unit.names[entry.name]: (unit, entry) for unit in store.units for entry in unit.layout.entries}
     buffers = set(skeleton.buffer_names)
 
-    def put(name: str, value: torch.Tensor) -> None:
-        if name in buffers:
-            skeleton.set_buffer(name, value)
-        else:
-            store.set_parameter(*homes[name], value)
-
     unit_bytes = max(store.plane(unit, WEIGHT).buffer.numel() for unit in store.units)
-    fill(put, source, [*homes, *skeleton.buffer_names], read_ahead_bytes=min(unit_bytes, DEFAULT_READ_AHEAD_BYTES))
+    with ExitStack() as at_hand:
+        filled: list[Unit] = []
+
+        def put(name: str, value: torch.Tensor) -> None:
+            if name in buffers:
+                skeleton.set_buffer(name, value)
+                return
+            unit, entry = homes[name]
+            if filled[-1:] != [unit]:  # names come unit by unit
+                at_hand.close()
+                at_hand.enter_context(store.at_hand(unit))
+                filled.append(unit)
+            store.set_parameter(unit, entry, value)
+
+        fill(put, source, [*homes, *skeleton.buffer_names], read_ahead_bytes=min(unit_bytes, DEFAULT_READ_AHEAD_BYTES))
 
 
 class _LiveSource:

@@ -174,6 +174,12 @@ class EngineConfig:
     """Bytes the device may hold; None: what it reports."""
     host_memory: int | None = None
     """Bytes of host memory; None: what the system reports."""
+    disk_memory: int | None = None
+    """Bytes of a disk that optimizer state may take where host and device have no room; None and 0: none."""
+    disk_folder: str | None = None
+    """On that disk; None: output_dir."""
+    disk_units: int | None = None
+    """Units, from the last on, whose optimizer state lives on the disk."""
     micro_batch_rows: int | None = None
     num_waves: int | None = None
     activation_budget: float | None = None

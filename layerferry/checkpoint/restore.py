@@ -51,9 +51,10 @@ def restore(engine: Engine, folder: Path, manifest: Manifest) -> None:
     with ThreadPoolExecutor(max_workers=4, thread_name_prefix="verify") as pool:
         for unit in engine.store.units:
             state.check_files(unit, pool)
-            for entry in unit.layout.entries:
-                if entry.trained:
-                    _restore_parameter(engine, unit, entry, state)
+            with engine.store.at_hand(unit):
+                for entry in unit.layout.entries:
+                    if entry.trained:
+                        _restore_parameter(engine, unit, entry, state)
     engine.num_steps = manifest.step
 
 

@@ -3,7 +3,8 @@
 ``start`` takes a hold on every unit between two steps and returns. A thread then goes through the pieces in the order in which
 the next updates will come: it waits for the piece's own updates, and gives its files to the writer (``writer``). Where host
 memory can be spared it copies the piece first and lets it go at once (``copies``); else the planes themselves are written,
-and let go when the disk has them. Units that live @device are always copied, if need be one at a time. So a
+and let go when the disk has them. Units that live @device are always copied, if need be one at a time, and so are those whose
+state is @disk, because the ring of the disk tier belongs to the updates. So a
 checkpoint is the state after exactly one step, and training waits only for what neither a step's time nor spare memory hides.
 
 Everything goes into a hidden folder; small files and the manifest come last; then the folder gets its name, ``latest``
@@ -36,7 +37,7 @@ from layerferry.checkpoint.writer import Writing, disk_threads
 from layerferry.engine.deferred import Hold
 from layerferry.engine.engine import Engine
 from layerferry.errors import CheckpointError
-from layerferry.layout import GRAD, Plane
+from layerferry.layout import GRAD, WEIGHT, Plane
 from layerferry.plan import size_text
 from layerferry.store.safetensors_file import INDEX_FILE
 from layerferry.units import Unit
@@ -230,11 +231,12 @@ class Saver:
                 taken.callback(room.give, buffer)
             for unit in piece.units:
                 hold = holds[unit.index]
-                fence, planes = hold.settled.result(), _saved_planes(self._engine.store.planes(unit))
+                fence = hold.settled.result()
                 if buffer is not None:
-                    planes, buffer = self._copied(unit, planes, fence, buffer)
+                    planes, buffer = self._copied(unit, fence, buffer)
                     _let_go(hold, backend.record(Lane.HOST))
                 else:
+                    planes = self._saved_planes(self._engine.store.planes(unit))
                     backend.wait(Lane.HOST, fence)
                     backend.touch(Lane.HOST, reads=[plane.buffer for plane in planes.values()])
                     taken.callback(_let_go, hold, backend.record(Lane.HOST))  # runs before the one above
@@ -247,21 +249,31 @@ class Saver:
     def _buffer_for(self, piece: Piece, room: Room) -> Tensor | None:
         """Memory for a copy of the piece; None: it is written from where it lies."""
         needed = self._copy_bytes(piece)
-        must = any(unit.index in self._engine.store.on_device for unit in piece.units)
+        store = self._engine.store
+        away = store.on_device if self._model_only else store.on_device | store.on_disk
+        must = any(unit.index in away for unit in piece.units)
         return room.take(needed) if must or room.has(needed) else None
 
     def _copy_bytes(self, piece: Piece) -> int:
         store = self._engine.store
-        planes = [plane for unit in piece.units for plane in _saved_planes(store.planes(unit)).values()]
+        planes = [plane for unit in piece.units for plane in self._saved_planes(store.planes(unit)).values()]
         return sum(_aligned(plane.buffer.numel()) for plane in planes)
 
-    def _copied(self, unit: Unit, planes: Mapping[str, Plane], fence: Fence, buffer: Tensor) -> tuple[dict[str, Plane], Tensor]:
-        """Copies of ``planes`` at the front of ``buffer``, and what is left of it."""
+    def _copied(self, unit: Unit, fence: Fence, buffer: Tensor) -> tuple[dict[str, Plane], Tensor]:
+        """Copies of the planes of ``unit`` at the front of ``buffer``, and what is left of it."""
+        if self._model_only:
+            return self._copies(unit, self._engine.store.planes(unit), fence, buffer)
+        with self._engine.store.at_hand(unit, writes=False) as planes:
+            return self._copies(unit, planes, fence, buffer)
+
+    def _copies(
+        self, unit: Unit, planes: Mapping[str, Plane], fence: Fence, buffer: Tensor
+    ) -> tuple[dict[str, Plane], Tensor]:
         backend = self._engine.backend
         on_device = unit.index in self._engine.store.on_device
         backend.wait(Lane.DOWNLOAD if on_device else Lane.HOST, fence)
         found = {}
-        for kind, plane in planes.items():
+        for kind, plane in self._saved_planes(planes).items():
             num_bytes = plane.buffer.numel()
             landed = buffer[:num_bytes]
             if on_device:
@@ -274,6 +286,9 @@ class Saver:
         if on_device:
             backend.record(Lane.DOWNLOAD).synchronize()
         return found, buffer
+
+    def _saved_planes(self, planes: Mapping[str, Plane]) -> dict[str, Plane]:
+        return {kind: plane for kind, plane in planes.items() if kind == WEIGHT or not (kind == GRAD or self._model_only)}
 
     def _count(self, num_bytes: int) -> None:
         with self._lock:
@@ -298,10 +313,6 @@ def _let_go(hold: Hold, fence: Fence) -> None:
     """The unit's next update may come, behind ``fence``; nothing where it may already."""
     if not hold.released.done():
         hold.released.set_result(fence)
-
-
-def _saved_planes(planes: Mapping[str, Plane]) -> dict[str, Plane]:
-    return {kind: plane for kind, plane in planes.items() if kind != GRAD}
 
 
 def _aligned(num_bytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from layerferry.backends.cpu import CpuBackend
 from layerferry.checkpoint.manifest import Manifest
 from layerferry.checkpoint.restore import check_weights, restore
 from layerferry.checkpoint.save import Saved, Saver
-from layerferry.config import Config, ModelConfig, OptimConfig, TrainConfig
+from layerferry.config import Config, EngineConfig, ModelConfig, OptimConfig, TrainConfig
 from layerferry.engine.batch import MicroBatch
 from layerferry.engine.engine import Engine
 from layerferry.layout import GRAD, RESIDUE, WEIGHT
@@ -30,6 +31,8 @@ PLANS = {
     "waves": Plan(num_waves=2, resident_gradients=True, optimizer_threads=2),
     "home": Plan(on_device=(0, 2), num_slots=2),
     "all at home": Plan(on_device=(0, 1, 2, 3)),
+    "disk": Plan(on_disk=(1, 2, 3), num_slots=2),
+    "device and disk": Plan(on_device=(0,), on_disk=(2, 3), num_slots=2),
 }
 """Plans with one sequence of bits: they differ in places, counts and recomputation."""
 
@@ -50,8 +53,9 @@ def engine_of(
     """``optim``: fields of ``OptimConfig``."""
     plan = replace(plan or PLANS["streamed"], fp32=fp32)
     units = 3 if model.config.tie_word_embeddings else 4
-    plan = replace(plan, on_device=tuple(index for index in plan.on_device if index < units))
-    config = Config(model=ModelConfig(model_name_or_path="live"), optim=OptimConfig(**optim), train=TrainConfig(fp32=fp32))
+    on_device, on_disk = (tuple(index for index in places if index < units) for places in (plan.on_device, plan.on_disk))
+    plan = replace(plan, on_device=on_device, on_disk=on_disk)
+    config = Config(model=ModelConfig(model_name_or_path="live"), optim=OptimConfig(**optim), train=TrainConfig(fp32=fp32), engine=EngineConfig(disk_folder=tempfile.gettempdir()))
     return layerferry.load(model, config=config, plan=plan, backend=backend or CpuBackend(), weights=weights)
 
 
@@ -78,15 +82,15 @@ def state_of(engine: Engine) -> dict[str, torch.Tensor]:
     engine.settle()
     found = {}
     for unit in engine.store.units:
-        for entry in unit.layout.entries:
-            name = unit.names[entry.name]
-            planes = engine.store.planes(unit)
-            found[f"master {name}"] = engine.store.master(unit, entry)
-            for kind, plane in planes.items():
-                if kind not in (GRAD, WEIGHT, RESIDUE) and plane.holds(entry):
-                    found[f"{kind} {name}"] = plane.view(entry).clone()
-                    if plane.spec.coded:
-                        found[f"{kind} exponents {name}"] = plane.exponents_of(entry).clone()
+        with engine.store.at_hand(unit, writes=False) as planes:
+            for entry in unit.layout.entries:
+                name = unit.names[entry.name]
+                found[f"master {name}"] = engine.store.master(unit, entry)
+                for kind, plane in planes.items():
+                    if kind not in (GRAD, WEIGHT, RESIDUE) and plane.holds(entry):
+                        found[f"{kind} {name}"] = plane.view(entry).clone()
+                        if plane.spec.coded:
+                            found[f"{kind} exponents {name}"] = plane.exponents_of(entry).clone()
     return found
 
 
