@@ -26,7 +26,7 @@ def size_text(num_bytes: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One line of the byte table: what, where (``@host`` or ``@device``), bytes, and whether they are exact or an estimate."""
+    """One line of the byte table: what, where (``@host``, ``@device`` or ``@disk``), bytes, and whether they are exact or an estimate."""
 
     what: str
     place: str
@@ -42,6 +42,8 @@ class Seconds:
     upload: float
     download: float
     optimizer: float
+    disk: float = 0.0
+    """Fetches and spills of units @disk."""
     waits_for_updates: float = 0.0
     """Of units that the first wave's forward needs before the CPU has stepped them."""
     waits_for_copies: float = 0.0
@@ -58,12 +60,13 @@ class Seconds:
 
     @property
     def serial(self) -> float:
-        return self.compute + self.upload + self.download + self.optimizer
+        return self.compute + self.upload + self.download + self.optimizer + self.disk
 
     @property
     def limit(self) -> str:
         """The lane that has most to do."""
         lanes = {"compute": self.compute, "upload": self.upload, "download": self.download, "optimizer": self.optimizer}
+        lanes["disk"] = self.disk
         return max(lanes, key=lambda lane: lanes[lane])
 
 
@@ -117,6 +120,11 @@ class Plan:
     calibrated: bool = False
     notes: tuple[str, ...] = field(default=())
 
+    @property
+    def disk_units(self) -> int:
+        """Units whose state is @disk."""
+        return len(self.on_disk)
+
     def layer_budgets(self, num_layers: int) -> tuple[float, ...]:
         """Share of activations that each layer keeps, in layer order."""
         again = self.num_rebuilt(num_layers)
@@ -142,7 +150,7 @@ class Plan:
         return tuple(replace(own, activation_budget=one) for one in dict.fromkeys((self.activation_budget, *richer, *again)))
 
     def total(self, place: str) -> int:
-        """Predicted bytes at ``@host`` or ``@device``."""
+        """Predicted bytes at ``@host``, ``@device`` or ``@disk``."""
         return sum(item.num_bytes for item in self.items if item.place == place)
 
     def to_dict(self) -> dict[str, Any]:
@@ -156,6 +164,7 @@ class Plan:
                 "upload": s.upload,
                 "download": s.download,
                 "optimizer": s.optimizer,
+                "disk": s.disk,
                 "exposed": s.exposed,
                 "waits_for_updates": s.waits_for_updates,
                 "waits_for_copies": s.waits_for_copies,
@@ -164,5 +173,5 @@ class Plan:
                 "limit": s.limit,
             }
         items = [{"what": i.what, "place": i.place, "bytes": i.num_bytes, "exact": i.exact} for i in self.items]
-        totals = {place: self.total(place) for place in ("@host", "@device")}
+        totals = {place: self.total(place) for place in ("@host", "@device", "@disk")}
         return {"choice": choice, "bytes": items, "total_bytes": totals, "seconds": seconds, "notes": list(self.notes)}

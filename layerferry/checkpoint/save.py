@@ -266,9 +266,7 @@ class Saver:
         with self._engine.store.at_hand(unit, writes=False) as planes:
             return self._copies(unit, planes, fence, buffer)
 
-    def _copies(
-        self, unit: Unit, planes: Mapping[str, Plane], fence: Fence, buffer: Tensor
-    ) -> tuple[dict[str, Plane], Tensor]:
+    def _copies(self, unit: Unit, planes: Mapping[str, Plane], fence: Fence, buffer: Tensor) -> tuple[dict[str, Plane], Tensor]:
         backend = self._engine.backend
         on_device = unit.index in self._engine.store.on_device
         backend.wait(Lane.DOWNLOAD if on_device else Lane.HOST, fence)

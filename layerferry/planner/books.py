@@ -21,6 +21,8 @@ from layerferry.planner.memory import Working, activations, arrival_bytes, buffe
 from layerferry.planner.problem import ESTIMATE_MARGIN, Problem, device_budget, host_budget, places
 from layerferry.planner.time import layer_uploads, waves_of
 from layerferry.planner.updates import orthogonal_s, update_s
+from layerferry.store.disk import file_bytes, ring_bytes
+from layerferry.store.store import state_bytes, state_specs
 
 
 class Choice(NamedTuple):
@@ -42,6 +44,8 @@ class Choice(NamedTuple):
     home: int = 0
     richer: int = 0
     inputs: int = 0
+    disk: tuple[int, ...] = ()
+    """Indexes of the units whose state is @disk."""
     mlp_chunk: int = 0
     attention: int = 0
 
@@ -61,6 +65,7 @@ class Choice(NamedTuple):
             resident_gradients=self.resident,
             carry_fp32=self.carry,
             on_device=tuple(range(self.home)),
+            on_disk=self.disk,
             host_inputs=self.inputs,
             mlp_chunk_tokens=self.mlp_chunk,
             kept_attention=self.attention,
@@ -86,6 +91,56 @@ class _Weights:
         self.layers = [0, *accumulate(int(unit.is_layer) for unit in model.units)]
 
 
+class _Disk:
+    """What of the state of some units @disk costs and saves. Layers go there from the last on, whose updates have the longest
+    time, and the ends last of all: their size would be that of every buffer of the ring."""
+
+    def __init__(self, question: Problem) -> None:
+        self._units, self._specs = question.model.units, question.specs
+        self._available, self._pinned = question.machine.disk_available, question.pins.disk_units
+        layers, ends = ([unit for unit in reversed(self._units) if unit.is_layer is kind] for kind in (True, False))
+        self._order = [unit.index for unit in (*layers, *ends) if state_bytes(unit, question.specs)]
+        self._sizes = {index: file_bytes(state_bytes(self._units[index], question.specs)) for index in self._order}
+        kinds = state_specs(question.specs).values()
+        self._held = {index: sum(self._units[index].layout.bytes(spec) for spec in kinds) for index in self._order}
+        self._saved: dict[tuple[int, ...], int] = {}
+        self._choices: dict[int, list[tuple[int, ...]]] = {}
+
+    @property
+    def is_there(self) -> bool:
+        return self._available > 0
+
+    def bytes(self, units: tuple[int, ...]) -> int:
+        """@disk."""
+        return sum(self._sizes[index] for index in units)
+
+    def saved(self, units: tuple[int, ...]) -> int:
+        """Bytes @host that are not needed with ``units`` there; the ring is."""
+        if units not in self._saved:
+            held = sum(self._held[index] for index in units)
+            self._saved[units] = held - ring_bytes(self._sizes[index] for index in units)
+        return self._saved[units]
+
+    def choices(self, home: int) -> list[tuple[int, ...]]:
+        """Of units that are not among the first ``home``: none, and more and more of them, as far as that saves something."""
+        if home not in self._choices:
+            order = [index for index in self._order if index >= home]
+            if self._pinned is not None:
+                self._choices[home] = [tuple(sorted(order[: self._pinned]))]
+            else:
+                some = [tuple(sorted(order[:count])) for count in range(1, len(order) + 1)] if self.is_there else []
+                self._choices[home] = [(), *(one for one in some if self.saved(one) > 0 and self.bytes(one) <= self._available)]
+        return self._choices[home]
+
+    def most_saved(self, home: int) -> int:
+        return max(self.saved(one) for one in self.choices(home))
+
+    def fewest(self, home: int, over: int) -> tuple[int, ...]:
+        """The first of the ``choices`` that saves ``over`` bytes @host, or the one that saves most."""
+        found = self.choices(home)
+        return next((one for one in found if self.saved(one) >= over), max(found, key=self.saved))
+
+
 class Books:
     """Of one question. All fields are written here only."""
 
@@ -100,6 +155,7 @@ class Books:
         self._buffers: dict[tuple[int, int, int, bool, bool, bool, int], int] = {}
         self._paces: dict[tuple[int, float, int, float, int, int, int, int, int, int], tuple[float, float]] = {}
         self._inputs: dict[tuple[int, int, int], InputSizes] = {}
+        self._disk = _Disk(question)
         self._largest_wave: dict[tuple[int, int], tuple[float, int]] = {}
 
     def _fewest_at_home(self, choice: Choice) -> int:
@@ -107,8 +163,11 @@ class Books:
         if self._question.machine.one_memory:
             return 0
         planes = self._weights[choice.carry].planes
-        beside = self._inputs_of(choice).host_bytes + self._arrivals_of(choice)
-        return min(bisect_left(planes, planes[-1] + beside - self._host), self._units)
+        needed = planes[-1] + self._inputs_of(choice).host_bytes + self._arrivals_of(choice) - self._host
+        if not self._disk.is_there:
+            return min(bisect_left(planes, needed), self._units)
+        every = range(self._units + 1)
+        return next((home for home in every if planes[home] + self._disk.most_saved(home) >= needed), self._units)
 
     # ---------------------------------------------------------------- bytes
 
@@ -120,7 +179,8 @@ class Books:
         choice, short = self._at_home(choice)
         if choice.mlp_chunk and not short:
             choice = self._attention_kept(choice)
-        return (choice if short or choice.richer_first else self._richer(choice)), short
+        choice = choice if short or choice.richer_first else self._richer(choice)
+        return (self._with(choice, choice.home) if choice.disk else choice), short
 
     def _richer(self, choice: Choice) -> Choice:
         """``choice`` with as many layers that keep ``richer_budget`` as fit; what is short already stays so."""
@@ -170,16 +230,21 @@ class Books:
         travelling = self._weights[False].layers[-1] - self._weights[False].layers[home]
         slots = choice.slots if "num_slots" in self._question.pins else max(min(choice.slots, travelling), 1)
         parts = choice.parts if "end_parts" in self._question.pins or home < self._units else 1
-        return choice._replace(home=home, slots=slots, parts=parts)
+        plain = choice._replace(home=home, slots=slots, parts=parts, disk=())
+        if not self._disk.is_there:
+            return plain
+        both = self.device(plain) if self._question.machine.one_memory else 0
+        return plain._replace(disk=self._disk.fewest(home, self.host(plain) + both - self._host))
 
     def short(self, choice: Choice) -> int:
         """Bytes that are missing, both places together."""
-        there = places(self.host(choice), self.device(choice), self._question.machine)
+        there = places(self.host(choice), self.device(choice), self._question.machine, disk=self._disk.bytes(choice.disk))
         return sum(max(needed - available, 0) for needed, available in there.values())
 
     def host(self, choice: Choice) -> int:
         planes = self._weights[choice.carry].planes
-        return planes[-1] - planes[choice.home] + self._inputs_of(choice).host_bytes + self._arrivals_of(choice)
+        beside = self._inputs_of(choice).host_bytes + self._arrivals_of(choice) - self._disk.saved(choice.disk)
+        return planes[-1] - planes[choice.home] + beside
 
     def device(self, choice: Choice) -> int:
         """With the margin for estimates."""
@@ -247,13 +312,15 @@ class Books:
         inputs = model.num_inputs_at_host(choice.inputs) * self._question.shape.tokens_per_step * model.boundary
         upload = (uploads * in_layers * 0.5 + carried * grad + inputs) / machine.upload_bytes_per_s.value
         download = ((carried + 1) * grad + inputs) / machine.download_bytes_per_s.value
+        disk = self._disk.bytes(choice.disk)
+        disk_s = disk / machine.disk_read_bytes_per_s.value + disk / machine.disk_write_bytes_per_s.value
         if machine.is_cpu:
-            return work + optimizer
+            return work + max(optimizer, disk_s)
         home = compute.home_step_s(weights.trained[choice.home], machine)
         drains = compute.drain_s(weights.trained[choice.home] + (carried + 1) * away, machine)
         total = work + home + drains + weights.orthogonal_s
         window = total if self._question.on_arrival else home + micro_batches * forward + weights.orthogonal_s
-        return max(total + max(optimizer - window, 0.0), upload, download)
+        return max(total + max(optimizer - window, 0.0), upload, download, disk_s)
 
     def _compute_of(self, choice: Choice) -> tuple[float, float]:
         """(all micro-batches, the forward of one through the layers)."""

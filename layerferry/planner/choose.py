@@ -20,8 +20,8 @@ from layerferry.optim.base import Optimizer
 from layerferry.plan import Plan, Seconds, size_text
 from layerferry.planner import calibrate
 from layerferry.planner.facts import Model
-from layerferry.planner.machine import Machine, machine_for
-from layerferry.planner.memory import Shape, Working, arrivals, plan_specs, unit_bytes
+from layerferry.planner.machine import GUESS, Machine, machine_for
+from layerferry.planner.memory import DISK, Shape, Working, arrivals, plan_specs, unit_bytes
 from layerferry.planner.problem import ESTIMATE_MARGIN, Pins, Problem, key_of, problem
 from layerferry.planner.remedies import shortfall
 from layerferry.planner.search import is_exact, search
@@ -91,8 +91,8 @@ def decide(question: Problem, measure: Measure | None = None) -> Decision:
         plan = _measured_or(question, plan)
     if found:
         return Decision(plan=with_notes(question, plan), shortfall=None, pins=question.pins)
-    if plan.on_device:  # not even both places together have room: what is said is what the host lacks
-        plan = question.complete(replace(plan, on_device=()))
+    if plan.on_device or plan.on_disk:  # not even all places together have room: what is said is what the host lacks
+        plan = question.complete(replace(plan, on_device=(), on_disk=()))
     return Decision(plan=with_notes(question, plan), shortfall=shortfall(question, plan), pins=question.pins)
 
 
@@ -117,6 +117,8 @@ def with_notes(question: Problem, plan: Plan) -> Plan:
         )
     if not plan.calibrated and not question.machine.is_cpu:
         notes.append(f"activations are estimated, not measured: {ESTIMATE_MARGIN:.0%} of them is kept free")
+    if plan.on_disk and plan.seconds is not None:
+        notes.append(_endurance(question, plan, plan.seconds))
     limit, pinned = question.machine.locked_limit, pinned_bytes(question, plan)
     if limit is not None and not question.machine.is_cpu and pinned > limit:
         notes.append(
@@ -137,6 +139,17 @@ def pinned_bytes(question: Problem, plan: Plan) -> int:
     planes = [unit_bytes(question.model, specs[kind]) for kind in kept]
     arriving = sum(item.num_bytes for item in arrivals(question.model, specs, plan))
     return arriving + sum(num_bytes for plane in planes for index, num_bytes in enumerate(plane) if index not in home)
+
+
+def _endurance(question: Problem, plan: Plan, seconds: Seconds) -> str:
+    """What the disk is asked for: all of its bytes are read and written once a step."""
+    num_bytes, rate = plan.total(DISK), question.machine.disk_write_bytes_per_s
+    a_day = num_bytes * 86400 / seconds.step
+    guess = "; its rate is a guess: `layerferry probe` measures it" if rate.source == GUESS else ""
+    return (
+        f"{size_text(num_bytes)} are read from the disk and written to it every step, {a_day / 1e12:.3g} TB a day at this pace: "
+        f"hold that against what the disk is rated for{guess}"
+    )
 
 
 def _limit(plan: Plan, seconds: Seconds) -> str:

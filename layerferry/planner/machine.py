@@ -73,6 +73,11 @@ _GUESSES: dict[str, tuple[float, float, float]] = {
 """Not measured: half to nine tenths of what the makers print. (bf16 matmul FLOP/s, link bytes/s, device memory bytes/s)."""
 
 
+DISK_RATES = ("disk_read_bytes_per_s", "disk_write_bytes_per_s")
+"""Known where ``probe`` has measured them."""
+DISK_GUESS = Rate(1e9, GUESS)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """``device_available`` and ``host_available`` are bytes that a run may take; on a CPU both name the same memory."""
@@ -98,7 +103,11 @@ class Machine:
     coded_optimizer_s_per_param: Rate
     others_s_per_param: Rate | None = None
     """Of parameters that are no matrices, where an optimizer has matrices of its own, which it orthogonalises @device."""
-    disk_write_bytes_per_s: Rate | None = None
+    disk_available: int = 0
+    """Bytes of a disk that optimizer state may take: ``disk_memory``."""
+    disk_read_bytes_per_s: Rate = DISK_GUESS
+    disk_write_bytes_per_s: Rate = DISK_GUESS
+    """Checksums included, while both directions run."""
     unified: bool = False
     """The device has no memory of its own: it computes in the host's."""
     num_nodes: int = 1
@@ -120,12 +129,8 @@ class Machine:
         return any(getattr(self, name).source == GUESS for name in RATES)
 
     def to_dict(self) -> dict[str, Any]:
-        rates = {name: {"value": getattr(self, name).value, "source": getattr(self, name).source} for name in RATES}
-        if self.disk_write_bytes_per_s is not None:
-            rates["disk_write_bytes_per_s"] = {
-                "value": self.disk_write_bytes_per_s.value,
-                "source": self.disk_write_bytes_per_s.source,
-            }
+        names = (*RATES, *DISK_RATES)
+        rates = {name: {"value": getattr(self, name).value, "source": getattr(self, name).source} for name in names}
         return {
             "device": {
                 "backend": self.backend,
@@ -141,6 +146,7 @@ class Machine:
                 "cores": self.cores,
                 "locked_limit_bytes": self.locked_limit,
             },
+            "disk": {"available_bytes": self.disk_available},
             "rates": rates,
             "notes": list(self.notes),
         }
@@ -163,9 +169,9 @@ class Machine:
             ("device memory traffic", _gb(self.device_bytes_per_s), self.device_bytes_per_s.source),
             ("AdamW", _ns(self.optimizer_s_per_param), self.optimizer_s_per_param.source),
             ("AdamW, 8-bit", _ns(self.coded_optimizer_s_per_param), self.coded_optimizer_s_per_param.source),
+            ("disk, reading", _gb(self.disk_read_bytes_per_s), self.disk_read_bytes_per_s.source),
+            ("disk, writing", _gb(self.disk_write_bytes_per_s), self.disk_write_bytes_per_s.source),
         ]
-        if self.disk_write_bytes_per_s is not None:
-            rows.append(("disk, writing", _gb(self.disk_write_bytes_per_s), self.disk_write_bytes_per_s.source))
         lines = [f"{name:<21}  {value:<33}  {source}".rstrip() for name, value, source in rows]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
@@ -213,7 +219,7 @@ def assemble(engine: EngineConfig, backend: Backend, rates: dict[str, Rate], not
         device, total, source = host, host_total(), host_source
     if engine.device_memory is not None:
         device, source = engine.device_memory, "device_memory"
-    known = {key: rate for key, rate in rates.items() if key in (*RATES, "disk_write_bytes_per_s")}
+    known = {key: rate for key, rate in rates.items() if key in (*RATES, *DISK_RATES)}
     return Machine(
         backend=backend.name,
         device_name=device_name(backend),
@@ -225,6 +231,7 @@ def assemble(engine: EngineConfig, backend: Backend, rates: dict[str, Rate], not
         host_source=host_source,
         locked_limit=locked_limit(),
         cores=cores(),
+        disk_available=engine.disk_memory or 0,
         unified=isinstance(backend, CudaBackend) and backend.is_unified,
         num_nodes=max(len(own_nodes()), 1),
         notes=notes,

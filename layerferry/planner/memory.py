@@ -40,8 +40,10 @@ from layerferry.layout import FP32_PLANE, GRAD, RESIDUE, WEIGHT, PlaneSpec
 from layerferry.plan import Item, Plan
 from layerferry.planner.facts import Kept, Model
 from layerferry.planner.updates import room_for_updates
+from layerferry.store.disk import RING, file_bytes, ring_bytes
+from layerferry.store.store import TRAVELLING, state_bytes
 
-HOST, DEVICE = "@host", "@device"
+HOST, DEVICE, DISK = "@host", "@device", "@disk"
 TRANSIENT_ACTIVATIONS = 3
 """Widest activations alive at once beside what is kept: estimate, gate and up projections and their product."""
 FUSED_LOGITS = 2
@@ -154,7 +156,7 @@ def items(
     working = working or estimate(model, plan, shape)
     home = frozenset(plan.on_device)
     return (
-        *planes(model, specs, home, keeps_gradients=not plan.on_arrival),
+        *planes(model, specs, home, frozenset(plan.on_disk), keeps_gradients=not plan.on_arrival),
         *arrivals(model, specs, plan),
         *kept_inputs(model, plan, shape),
         *buffers(model, specs, plan),
@@ -190,19 +192,28 @@ def arrival_bytes(model: Model, grad: PlaneSpec, home: tuple[int, ...]) -> int:
 
 
 def planes(
-    model: Model, specs: Mapping[str, PlaneSpec], home: frozenset[int], *, keeps_gradients: bool = True
+    model: Model,
+    specs: Mapping[str, PlaneSpec],
+    home: frozenset[int],
+    on_disk: frozenset[int] = frozenset(),
+    *,
+    keeps_gradients: bool = True,
 ) -> tuple[Item, ...]:
-    """One line a plane kind @host, one for the units at home @device: exactly what the store allocates."""
+    """One line a plane kind @host, one for the units at home @device, two for state @disk: exactly what the store allocates."""
     host, device = [], 0
     for kind, spec in specs.items():
         by_unit = unit_bytes(model, spec)
-        there = sum(by_unit[index] for index in home)
+        there = sum(by_unit[index] for index in (home if kind in TRAVELLING else home | on_disk))
         if kind != GRAD or keeps_gradients:
             host.append(Item(what=_NAMES.get(kind, kind), place=HOST, num_bytes=sum(by_unit) - there))
         at_home = unit_bytes(model, FP32_PLANE if kind == GRAD else spec)  # gradients are summed where they are read
         device += sum(at_home[index] for index in home)
     if home:
         host.append(Item(what=f"all planes of {len(home)} of {len(model.units)} units", place=DEVICE, num_bytes=device))
+    if on_disk:
+        sizes = [file_bytes(state_bytes(model.units[index], specs)) for index in on_disk]
+        host.append(Item(what=f"{RING} buffers for units @disk", place=HOST, num_bytes=ring_bytes(sizes)))
+        host.append(Item(what=f"residues and moments of {len(on_disk)} units", place=DISK, num_bytes=sum(sizes)))
     return tuple(host)
 
 

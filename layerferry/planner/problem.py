@@ -15,7 +15,7 @@ from layerferry.layout import PlaneSpec
 from layerferry.plan import Plan, Seconds
 from layerferry.planner.facts import Model
 from layerferry.planner.machine import Machine
-from layerferry.planner.memory import DEVICE, HOST, Shape, Working, estimate, items
+from layerferry.planner.memory import DEVICE, DISK, HOST, Shape, Working, estimate, items
 from layerferry.planner.time import seconds
 from layerferry.planner.updates import with_update_rate
 
@@ -46,6 +46,7 @@ class Pins:
     end_parts: int | None
     compile: bool | None
     optimizer_threads: int | None
+    disk_units: int | None = None
 
     @classmethod
     def of(cls, config: Config) -> Pins:
@@ -63,6 +64,7 @@ class Pins:
             end_parts=engine.end_parts,
             compile=engine.compile,
             optimizer_threads=engine.optimizer_threads,
+            disk_units=engine.disk_units,
         )
 
     def __contains__(self, field: str) -> bool:
@@ -130,6 +132,8 @@ def problem(model: Model, specs: Mapping[str, PlaneSpec], machine: Machine, conf
     pinned = config.engine.end_parts or 1
     if pinned > 1 and model.undividable is not None:
         raise PlanError(f"end_parts: {pinned}: {model.name}: {model.undividable}: end_parts: 1 feeds the ends whole")
+    if config.engine.disk_units and not config.engine.disk_memory:
+        raise PlanError(f"disk_units: {config.engine.disk_units}: set disk_memory too: the bytes of the disk that may be taken")
     train, data = config.train, config.data
     packed = data.neat_packing or (data.packing if data.packing is not None else train.stage == "pt")
     shape = Shape(
@@ -165,17 +169,18 @@ def host_budget(machine: Machine) -> int:
 def needs(plan: Plan, machine: Machine) -> dict[str, tuple[int, int]]:
     """Place -> (bytes needed, bytes there). Where both are one memory, what both need counts against it once."""
     margin = int(ESTIMATE_MARGIN * sum(i.num_bytes for i in plan.items if not i.exact))
-    return places(plan.total(HOST), plan.total(DEVICE) + margin, machine)
+    return places(plan.total(HOST), plan.total(DEVICE) + margin, machine, disk=plan.total(DISK))
 
 
-def places(host: int, device: int, machine: Machine) -> dict[str, tuple[int, int]]:
+def places(host: int, device: int, machine: Machine, *, disk: int = 0) -> dict[str, tuple[int, int]]:
     """The same for bytes that are known, margins included."""
+    on_disk = {DISK: (disk, machine.disk_available)} if disk else {}
     if not machine.one_memory:
-        return {HOST: (host, host_budget(machine)), DEVICE: (device, device_budget(machine))}
+        return {HOST: (host, host_budget(machine)), DEVICE: (device, device_budget(machine)), **on_disk}
     found = {HOST: (host + device, host_budget(machine))}
     if machine.device_source == "device_memory":
         found[DEVICE] = (device, device_budget(machine))
-    return found
+    return {**found, **on_disk}
 
 
 def fits(question: Problem, plan: Plan) -> bool:

@@ -13,9 +13,11 @@ from layerferry.engine.sizes import device_sizes
 from layerferry.layout import PlaneSpec
 from layerferry.optim.choose import optimizer_for
 from layerferry.plan import Plan, size_text
-from layerferry.planner.memory import DEVICE, HOST, arrivals, plan_specs, planes
+from layerferry.planner.memory import DEVICE, DISK, HOST, arrivals, plan_specs, planes
 from layerferry.planner.problem import Problem, needs
 from layerferry.planner.search import search
+from layerferry.store.disk import file_bytes
+from layerferry.store.store import state_bytes
 
 SHORTEST_ROW = 128
 ROUNDED = 2**30 // 10
@@ -29,6 +31,7 @@ _PINNABLE = (
     "num_slabs",
     "end_parts",
     "compile",
+    "disk_units",
 )
 
 
@@ -51,6 +54,7 @@ def _remedies(question: Problem, plan: Plan) -> Iterator[str]:
     if HOST in short:
         yield from _fewer_bits(question)
         yield from _on_arrival(question)
+        yield from _on_disk(question)
     if _planes_fit(question, plan):
         yield from _unpinned(question)
         yield from _shorter_rows(question)
@@ -71,8 +75,9 @@ def _planes_fit(question: Problem, plan: Plan) -> bool:
 def _planes(question: Problem, plan: Plan) -> int:
     """Bytes @host of everything that outlives a step."""
     home = frozenset(plan.on_device)
-    specs = plan_specs(question.specs, plan)
-    table = planes(question.model, specs, home, keeps_gradients=not plan.on_arrival) + arrivals(question.model, specs, plan)
+    specs, on_disk = plan_specs(question.specs, plan), frozenset(plan.on_disk)
+    table = planes(question.model, specs, home, on_disk, keeps_gradients=not plan.on_arrival)
+    table += arrivals(question.model, specs, plan)
     return sum(item.num_bytes for item in table if item.place == HOST)
 
 
@@ -139,9 +144,20 @@ def _on_arrival(question: Problem) -> Iterator[str]:
         yield f"update_on_arrival: true with max_grad_norm: 0 fits ({_totals(question, plan)})"
 
 
+def _on_disk(question: Problem) -> Iterator[str]:
+    """The least disk memory that is enough for what the host has no room for."""
+    state = sum(file_bytes(state_bytes(unit, question.specs)) for unit in question.model.units)
+    if question.pins.disk_units is not None or question.machine.disk_available >= state:
+        return
+    plan, found = search(replace(question, machine=replace(question.machine, disk_available=state)))
+    if found:
+        enough = -(-plan.total(DISK) // ROUNDED) * ROUNDED
+        yield f"disk_memory: {size_text(enough)} of a disk fits ({_totals(question, plan)})"
+
+
 def _smaller_model(question: Problem, plan: Plan) -> Iterator[str]:
     needed, there = needs(plan, question.machine)[HOST]
-    per_param = _planes(question, replace(plan, on_device=())) / question.model.num_params
+    per_param = _planes(question, replace(plan, on_device=(), on_disk=())) / question.model.num_params
     most = (there - (needed - _planes(question, plan))) / per_param
     if most > 0:
         size = question.model.num_params
@@ -157,11 +173,13 @@ def _reported(question: Problem, place: str) -> bool:
 
 
 def _source(question: Problem, place: str) -> str:
+    if place == DISK:
+        return _budget_key(DISK)
     return question.machine.host_source if place == HOST else question.machine.device_source
 
 
 def _budget_key(place: str) -> str:
-    return "host_memory" if place == HOST else "device_memory"
+    return {HOST: "host_memory", DEVICE: "device_memory", DISK: "disk_memory"}[place]
 
 
 def _totals(question: Problem, plan: Plan) -> str:

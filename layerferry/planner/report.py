@@ -25,7 +25,7 @@ from layerferry.planner import calibrate
 from layerferry.planner.choose import Decision, decide
 from layerferry.planner.facts import Model
 from layerferry.planner.machine import Machine, machine_for
-from layerferry.planner.memory import DEVICE, HOST
+from layerferry.planner.memory import DEVICE, DISK, HOST
 from layerferry.planner.problem import Pins, Problem, needs, problem
 from layerferry.store.store import plane_specs
 
@@ -134,6 +134,11 @@ def _choices(plan: Plan, pins: Pins) -> str:
         ),
         *([("kept_attention", str(plan.kept_attention), "layers whose attention is not")] if plan.kept_attention else []),
         ("on_device", str(len(plan.on_device)), "units whose planes live @device: nothing of them travels"),
+        *(
+            [("disk_units", str(plan.disk_units), "units whose residues and moments come from the disk for their updates")]
+            if plan.on_disk
+            else []
+        ),
         ("num_slots", str(plan.num_slots), "device buffers for layer weights that travel"),
         ("num_slabs", str(plan.num_slabs), "device buffers that gradients leave from"),
         ("end_parts", str(plan.end_parts), _parts(plan)),
@@ -161,7 +166,7 @@ def _bytes(plan: Plan, question: Problem) -> str:
     model, machine = question.model, question.machine
     places = needs(plan, machine)
     lines = []
-    for place in (HOST, DEVICE):
+    for place in (HOST, DEVICE, *([DISK] if plan.on_disk else [])):
         own = [item for item in plan.items if item.place == place]
         total = plan.total(place)
         per_param = f"{total / model.num_params:5.2f} B/param" if place == HOST else ""
@@ -178,7 +183,7 @@ def _bytes(plan: Plan, question: Problem) -> str:
 
 
 def _against(needed: int, there: int, machine: Machine, place: str) -> str:
-    source = machine.host_source if place == HOST else machine.device_source
+    source = {HOST: machine.host_source, DEVICE: machine.device_source, DISK: "disk_memory"}[place]
     what = "needed, both places in one memory" if machine.one_memory and place == HOST else "needed"
     verdict = f"{(there - needed) / GIB:.2f} left" if needed <= there else f"{(needed - there) / GIB:.2f} SHORT"
     return f"  {what:<44} {needed / GIB:9.2f} GiB   of {there / GIB:.2f} ({source}): {verdict}"
@@ -208,6 +213,9 @@ def _seconds(plan: Plan, machine: Machine) -> str:
             machine.optimizer_s_per_param.source,
         ),
     ]
+    if plan.on_disk:
+        read, write = machine.disk_read_bytes_per_s, machine.disk_write_bytes_per_s
+        rows.append(("disk", lanes.disk, f"{_rate(read.value)} reading, {_rate(write.value)} writing", write.source))
     lines = [f"{'seconds a step':<26} {lanes.step:9.2f} s     compute and waits; {lanes.serial:.2f} if the lanes took turns"]
     for name, value, rate, source in rows:
         limit = "  <- limits the step" if name == lanes.limit else ""

@@ -1,4 +1,4 @@
-"""What a step waits for: the engine's program on three lanes and the optimizer's worker, unit by unit.
+"""What a step waits for: the engine's program on three lanes, the optimizer's worker and the disk, unit by unit.
 
 ``waits`` repeats, in program order, what ``engine/sweep.py``, ``feed.py``, ``drain.py`` and ``deferred.py`` queue, with
 seconds instead of bytes: a lane runs its work in order, work begins when its lane is free and its fences are passed, and
@@ -10,7 +10,7 @@ whatever the compute lane stands still for is booked on updates or on copies. Tw
 
 Kept inputs go down and come back micro-batch by micro-batch, at most ``LEAVING`` and ``LANDINGS`` at a time: over a layer, the
 slower of compute and copies sets the pace.
-Ends in parts share two slots, which ``EndSlots`` fills as the feed does.
+The disk is a lane of its own (``disk_lane.py``), and a step is not over before the ring is as full as the next one finds it. Ends in parts share two slots, which ``EndSlots`` fills as the feed does.
 
 The host is taken to run ahead of the device. Of many waves the third stands for those between it and the last. Checked by
 ``tests/planner/test_schedule.py`` against closed forms and by measured rows.
@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from layerferry.engine.sizes import ARRIVALS, LANDINGS, LEAVING, PART_BUFFERS
+from layerferry.planner.disk_lane import DiskLane
 from layerferry.planner.end_slots import EndSlots, head_part, prologue_part, uses_of_ends
 
 
@@ -54,6 +55,10 @@ class Piece:
     """Compute between the two, which the sweeps have to do without."""
     trip: float = 0.0
     """Copies for that, both ways."""
+    fetch: float = 0.0
+    """Of its state from the disk; 0: it is not there."""
+    spill: float = 0.0
+    """And back."""
 
 
 @dataclass(slots=True)
@@ -87,21 +92,26 @@ class Program:
 
 def waits(program: Program) -> Waits:
     """Of one step in the steady state."""
-    if not program.on_arrival:
-        return _step(_Run(program)).found
-    before = _step(_Run(program))  # the step before this one leaves updates to be waited for
-    left = {unit: max(done - before.compute, 0.0) for unit, done in before.updated.items()}
-    return _step(_Run(program, updated=left, worker=max(before.worker - before.compute, 0.0))).found
+    run = _step(_Run(program))
+    if program.on_arrival:  # the step before this one leaves updates to be waited for
+        left = {unit: max(done - run.compute, 0.0) for unit, done in run.updated.items()}
+        worker, disk = (max(lane - run.compute, 0.0) for lane in (run.worker, run.disk.free))
+        run = _step(_Run(program, updated=left, worker=worker, disk=disk))
+    return run.found
 
 
 def _step(run: _Run) -> _Run:
     program, last = run.program, len(run.program.waves) - 1
+    unplayed_s = 0.0
     for number in sorted({0, 1, 2, last} & set(range(last + 1))):
-        before = Waits(run.found.updates, run.found.copies)
+        before, begin = Waits(run.found.updates, run.found.copies), run.compute
         run.wave(program.waves[number], first=number == 0, last=number == last)
         if number == 2 and last > 3:  # the waves between the third and the last are like the third
             run.found.updates += (last - 3) * (run.found.updates - before.updates)
             run.found.copies += (last - 3) * (run.found.copies - before.copies)
+            unplayed_s += (last - 3) * (run.compute - begin)
+    disk_s = run.disk.work if program.on_arrival else run.disk.free
+    run.found.updates += max(disk_s - (run.compute + unplayed_s), 0.0)
     return run
 
 
@@ -125,8 +135,10 @@ class _Ring:
 class _Run:
     """The lanes' clocks. A unit is known by its index here: layers from 0, parts of the ends below 0."""
 
-    def __init__(self, program: Program, *, updated: Mapping[int, float] | None = None, worker: float = 0.0) -> None:
-        """``updated``, ``worker``: when the step before has updated its units, and when the worker is free: on arrival alone."""
+    def __init__(
+        self, program: Program, *, updated: Mapping[int, float] | None = None, worker: float = 0.0, disk: float = 0.0
+    ) -> None:
+        """When the step before has ``updated`` its units, and when ``worker`` and ``disk`` are free: on arrival alone."""
         self.program = program
         self.num_slots = max(program.num_slots, 1)
         self.travelling = [index for index, layer in enumerate(program.layers) if not layer.home]
@@ -149,6 +161,7 @@ class _Run:
         self.landing = {True: _Ring(2), False: _Ring(of_ends)}
         self.expected: deque[int] = deque()
         self.held_back: list[tuple[int, float]] | None = None
+        self.disk = self._disk_lane(disk)
         if not program.on_arrival:
             self._begin_updates()
 
@@ -158,22 +171,35 @@ class _Run:
         number, of_head = divmod(-1 - unit, 2)
         return (self.program.head if of_head else self.program.prologue)[number]
 
-    def _begin_updates(self) -> None:
-        """One worker, in next-use order; an update waits for the gradient, and the first unit's is the last to come down."""
+    def _trained(self) -> list[list[int]]:
+        """The pieces of every unit that is updated, in next-use order."""
         layers = [[index] for index in range(len(self.program.layers))]
         order = [self.first, *layers, *([] if self.program.tied else [self.head])]
-        trained = [pieces for pieces in order if self.piece(pieces[0]).trained]
+        return [pieces for pieces in order if self.piece(pieces[0]).trained]
+
+    def _disk_lane(self, begin: float) -> DiskLane:
+        units = [[self.piece(piece) for piece in pieces] for pieces in self._trained() if self.piece(pieces[0]).spill]
+        times = [(sum(piece.fetch for piece in own), sum(piece.spill for piece in own)) for own in units]
+        return DiskLane(times[::-1] if self.program.on_arrival else times, begin=begin)
+
+    def _begin_updates(self) -> None:
+        """One worker, in next-use order; an update waits for the gradient, and the first unit's is the last to come down."""
+        trained = self._trained()
         last_down = trained[0][-self.num_end_slots :] if trained else []
         clock = sum(self.piece(piece).send for piece in last_down if not self.piece(piece).home)
         begun: tuple[int, float] | None = None  # an update in stages is finished when the next one has begun
         side = 0.0
         for pieces in (pieces for pieces in trained if not self.piece(pieces[0]).home):
             own = self.piece(pieces[0])
+            if own.spill:
+                clock = max(clock, self.disk.at_hand())
             clock = begin = clock + sum(self.piece(piece).update for piece in pieces) - own.finish
             clock = self._finish(begun, clock)
             self.updated |= dict.fromkeys(pieces, begin)
             side = max(side, begin) + own.orthogonal + own.trip
             begun = (pieces[0], side) if own.finish else None
+            if own.spill and begun is None:
+                self.disk.spill(begin)
         self._finish(begun, clock)
 
     def _finish(self, begun: tuple[int, float] | None, clock: float) -> float:
@@ -181,6 +207,8 @@ class _Run:
             return clock
         unit, back = begun
         self.updated[unit] = max(clock, back) + self.piece(unit).finish
+        if self.piece(unit).spill:
+            self.disk.spill(self.updated[unit])
         return self.updated[unit]
 
     # ---------------------------------------------------------------- one wave
@@ -381,7 +409,9 @@ class _Run:
             own = [self.piece(part) for part in whole]
             # nothing comes between the halves of an update in stages
             took = sum(part.update + part.orthogonal + part.trip for part in own)
-            self.worker = max(self.worker, self.download) + took
+            self.worker = max(self.worker, self.download, self.disk.at_hand() if own[0].spill else 0.0) + took
+            if own[0].spill:
+                self.disk.spill(self.worker)
             self.updated |= dict.fromkeys(whole, self.worker)
             buffers = self.arrivals[unit >= 0]
             buffers.free[buffers.take()] = self.worker

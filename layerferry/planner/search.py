@@ -19,6 +19,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, product
 
 from layerferry.layout import FP32_PLANE
@@ -58,7 +59,18 @@ INEXACT = 1.04
 
 
 def search(question: Problem, keys: Collection[Key] | None = None) -> tuple[Plan, bool]:
-    """(the fastest plan that fits, True), or (the one that is least short, False). ``keys``: no others are considered."""
+    """(the fastest plan that fits, True), or (the one that is least short, False). ``keys``: no others are considered.
+
+    A disk wears out and is slow: it is used only where nothing fits without, or as the user has pinned it.
+    """
+    if question.machine.disk_available and question.pins.disk_units is None:
+        plan, found = _search(replace(question, machine=replace(question.machine, disk_available=0)), keys)
+        if found:
+            return plan, found
+    return _search(question, keys)
+
+
+def _search(question: Problem, keys: Collection[Key] | None) -> tuple[Plan, bool]:
     books = Books(question)
     base = _base(question)
     queue: list[tuple[float, int, Choice]] = []

@@ -22,7 +22,10 @@ from layerferry.planner.machine import Machine
 from layerferry.planner.memory import Shape, plan_specs, tokens_of, unit_bytes
 from layerferry.planner.schedule import Piece, Program, waits
 from layerferry.planner.updates import finish_s, orthogonal_s, trip_bytes, update_s
+from layerferry.store.disk import file_bytes
+from layerferry.store.store import state_bytes
 from layerferry.units import Piece as UnitPiece
+from layerferry.units import Unit
 
 
 def seconds(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Shape, machine: Machine) -> Seconds:
@@ -34,7 +37,8 @@ def seconds(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Sha
             upload=lanes.upload,
             download=lanes.download,
             optimizer=lanes.optimizer,
-            waits_for_updates=lanes.optimizer,
+            disk=lanes.disk,
+            waits_for_updates=max(lanes.optimizer, lanes.disk),
             waits_for_copies=lanes.upload + lanes.download,
         )
     found = waits(program(model, plan_specs(specs, plan), plan, shape, machine))
@@ -43,6 +47,7 @@ def seconds(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Sha
         upload=lanes.upload,
         download=lanes.download,
         optimizer=lanes.optimizer,
+        disk=lanes.disk,
         waits_for_updates=found.updates,
         waits_for_copies=found.copies,
     )
@@ -65,7 +70,14 @@ def busy(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Shape,
         upload=up / machine.upload_together_bytes_per_s.value,
         download=((carried + 1) * grad_bytes + inputs + trips) / machine.download_together_bytes_per_s.value,
         optimizer=sum(update_s(unit.layout, machine) for unit in travelling),
+        disk=sum(sum(disk_seconds(model.units[index], specs, machine)) for index in plan.on_disk),
     )
+
+
+def disk_seconds(unit: Unit, specs: Mapping[str, PlaneSpec], machine: Machine) -> tuple[float, float]:
+    """Of one fetch and one spill."""
+    num_bytes = file_bytes(state_bytes(unit, specs))
+    return num_bytes / machine.disk_read_bytes_per_s.value, num_bytes / machine.disk_write_bytes_per_s.value
 
 
 def compute_s(model: Model, plan: Plan, shape: Shape, machine: Machine) -> float:
@@ -99,7 +111,7 @@ def waves_of(plan: Plan, shape: Shape) -> list[float]:
 def program(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Shape, machine: Machine) -> Program:
     """What ``schedule.py`` plays. Copies run at the rate of both directions together where gradients are carried or inputs
     travel."""
-    own, home = compute.pace(model, plan, shape, machine), frozenset(plan.on_device)
+    own, home, on_disk = compute.pace(model, plan, shape, machine), frozenset(plan.on_device), frozenset(plan.on_disk)
     waves = waves_of(plan, shape)
     both = model.num_inputs_at_host(plan.host_inputs) > 0 or (len(waves) > 1 and not plan.resident_gradients)
     up = (machine.upload_together_bytes_per_s if both else machine.upload_bytes_per_s).value
@@ -111,7 +123,10 @@ def program(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Sha
     def piece(index: int, forward: float, backward: float, share: float = 1.0, *, travels: bool = False) -> Piece:
         layout = model.units[index].layout
         trained = share * layout.num_trained
+        fetch, spill = disk_seconds(model.units[index], specs, machine) if index in on_disk else (0.0, 0.0)
         return Piece(
+            fetch=share * fetch,
+            spill=share * spill,
             forward=share * forward,
             backward=share * backward,
             drain=compute.drain_s(trained, machine),

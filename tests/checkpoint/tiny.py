@@ -55,7 +55,12 @@ def engine_of(
     units = 3 if model.config.tie_word_embeddings else 4
     on_device, on_disk = (tuple(index for index in places if index < units) for places in (plan.on_device, plan.on_disk))
     plan = replace(plan, on_device=on_device, on_disk=on_disk)
-    config = Config(model=ModelConfig(model_name_or_path="live"), optim=OptimConfig(**optim), train=TrainConfig(fp32=fp32), engine=EngineConfig(disk_folder=tempfile.gettempdir()))
+    config = Config(
+        model=ModelConfig(model_name_or_path="live"),
+        optim=OptimConfig(**optim),
+        train=TrainConfig(fp32=fp32),
+        engine=EngineConfig(disk_folder=tempfile.gettempdir()),
+    )
     return layerferry.load(model, config=config, plan=plan, backend=backend or CpuBackend(), weights=weights)
 
 
