@@ -88,7 +88,8 @@ def _parser() -> Parser:
         "verify", _verify, "compare the engine with plain autograd on a small random copy of a model", "MODEL_DIR [--json]"
     )
     verify.add_argument("--json", action="store_true", help=with_json)
-    probe = command("probe", _probe, "measure this machine's links, memory and device", "[--json]")
+    probe = command("probe", _probe, "measure this machine's links, memory, device and disk", "[--disk FOLDER] [--json]")
+    probe.add_argument("--disk", metavar="FOLDER", help="the disk of this folder, for disk_memory; else that of the cache")
     probe.add_argument("--json", action="store_true", help=with_json)
     data = command("data", _data, "show a few samples with the trained tokens in colour", "CONFIG.yaml [--json] [key=value ...]")
     data.add_argument("--json", action="store_true", help="print every sample of the training set, one JSON object a line")
@@ -140,9 +141,10 @@ def _verify(arguments: argparse.Namespace, rest: list[str]) -> int:
 def _probe(arguments: argparse.Namespace, rest: list[str]) -> int:
     _nothing(rest)
     _log_to_stderr()
+    from layerferry.config import EngineConfig
     from layerferry.planner import probe
 
-    _print_report(probe(), arguments.json)
+    _print_report(probe(EngineConfig(disk_folder=arguments.disk)), arguments.json)
     return 0
 
 

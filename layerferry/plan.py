@@ -26,7 +26,8 @@ def size_text(num_bytes: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One line of the byte table: what, where (``@host``, ``@device`` or ``@disk``), bytes, and whether they are exact or an estimate."""
+    """One line of the byte table: what, where (``@host``, ``@device``, ``@disk``), bytes, and whether they are exact or an
+    estimate."""
 
     what: str
     place: str

@@ -1,7 +1,7 @@
 """``probe``: measure this machine in a few seconds and remember it.
 
 On CUDA: matrix products, each link direction alone and both together, and AdamW while the link runs, as it does in
-a step. Everywhere: host memory traffic, the kernel, writing to disk. What cannot be measured keeps its default, and a note
+a step. Everywhere: host memory traffic, the kernel, the disk tier. What cannot be measured keeps its default, and a note
 says what was lost. Checked by ``tests/planner/test_machine.py``.
 """
 
@@ -10,15 +10,16 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
-import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from layerferry.backends import Backend, Lane, make
+from layerferry.backends.cpu import CpuBackend
 from layerferry.backends.cuda import CudaBackend
 from layerferry.config import EngineConfig, cache_folder
+from layerferry.errors import LayerFerryError
 from layerferry.layout import Layout, ParameterSpec, Plane
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.base import StepHyper
@@ -35,11 +36,13 @@ from layerferry.planner.stopwatch import (
     matmul_flops_per_s,
     triad_bytes_per_s,
 )
+from layerferry.store.disk import DiskTier
+from layerferry.store.scratch import ScratchFile
 from layerferry.store.store import plane_specs
 
 log = logging.getLogger(__name__)
 
-_DISK_BYTES = 64 << 20
+_DISK_BYTES, _DISK_UNITS = 64 << 20, 6
 
 
 def probe(engine: EngineConfig | None = None, *, quick: bool = False) -> Machine:
@@ -52,7 +55,7 @@ def probe(engine: EngineConfig | None = None, *, quick: bool = False) -> Machine
     def measure(what: str, function: Callable[[], dict[str, float]]) -> None:
         try:
             rates.update({key: Rate(value, "measured") for key, value in function().items()})
-        except (RuntimeError, OSError, MemoryError) as error:
+        except (RuntimeError, OSError, MemoryError, LayerFerryError) as error:
             notes.append(f"{what} not measured ({' '.join(str(error).split())[:120]}): the default stands")
 
     numel = 1 << (16 if quick else 24)
@@ -72,7 +75,8 @@ def probe(engine: EngineConfig | None = None, *, quick: bool = False) -> Machine
     measure("AdamW", lambda: {"optimizer_s_per_param": _update(backend, numel, StateFormat())})
     lean = StateFormat(master="24bit", moments="8bit")
     measure("AdamW, 8-bit", lambda: {"coded_optimizer_s_per_param": _update(backend, numel, lean)})
-    measure("disk", lambda: _disk(1 << 20 if quick else _DISK_BYTES))
+    folder = Path(engine.disk_folder) if engine.disk_folder else cache_folder()
+    measure(f"the disk of {folder}", lambda: _disk(folder, 1 << 16 if quick else _DISK_BYTES))
     if isinstance(load_kernels(), ReferenceKernels):
         notes.append("the native kernels could not be built: the torch ones are ten times slower")
     _remember(device_name(backend), rates)
@@ -109,16 +113,36 @@ def _update(backend: Backend, numel: int, state_format: StateFormat) -> float:
     return loaded
 
 
-def _disk(num_bytes: int) -> dict[str, float]:
-    """Writing to the cache folder, to the medium."""
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    data = os.urandom(num_bytes)
-    with tempfile.NamedTemporaryFile(dir=cache_folder()) as file:
-        begin = time.perf_counter()
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-        return {"disk_write_bytes_per_s": num_bytes / (time.perf_counter() - begin)}
+def _disk(folder: Path, num_bytes: int) -> dict[str, float]:
+    """As the disk tier moves units of ``num_bytes``, checksums included: written, read, and both at once. Some disks do both in
+    less than the sum of their times: the rates are such that taking turns would need what both at once do."""
+    units, random = range(_DISK_UNITS), torch.frombuffer(bytearray(os.urandom(num_bytes)), dtype=torch.uint8)
+    tier = DiskTier(dict.fromkeys(units, "probe"), dict.fromkeys(units, num_bytes), CpuBackend(), ScratchFile(folder))
+
+    def moved() -> tuple[float, int, int]:
+        tier.settle()
+        return tier.busy_s, tier.bytes_read, tier.bytes_written
+
+    try:
+        for unit in units:
+            with tier.at_hand(unit, writes=True) as memory:
+                memory[:num_bytes].copy_(random)
+        written_s, _, written = moved()
+        for unit in units:
+            with tier.at_hand(unit, writes=False):
+                pass
+        read_s, read, _ = moved()
+        tier.expect(units)
+        for unit in units:
+            with tier.at_hand(unit, writes=True):
+                pass
+        both_s, all_read, all_written = moved()
+    finally:
+        tier.close()
+    read_rate, write_rate = read / (read_s - written_s), written / written_s
+    in_turn_s = (all_read - read) / read_rate + (all_written - written) / write_rate
+    gain = in_turn_s / (both_s - read_s)
+    return {"disk_read_bytes_per_s": gain * read_rate, "disk_write_bytes_per_s": gain * write_rate}
 
 
 def _remember(name: str, rates: dict[str, Rate]) -> None:

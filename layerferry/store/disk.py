@@ -162,6 +162,11 @@ class DiskTier:
         else:
             self._give_back(held, keeps=held.was_ahead and not writes)
 
+    def settle(self) -> None:
+        """Wait until the disk has nothing to do."""
+        with self._changed:
+            self._wait_for(lambda: not self._moving)
+
     def close(self) -> None:
         """Give up what is on its way; the bytes are gone."""
         self._threads.shutdown(wait=True, cancel_futures=True)
@@ -305,6 +310,7 @@ class DiskTier:
                 self._moving -= 1
                 if not self._moving:
                     self._busy_s += time.perf_counter() - self._moving_since
+                    self._changed.notify_all()
             if not transfer.pending:
                 if self._error is None:
                     then(transfer)

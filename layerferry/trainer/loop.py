@@ -27,6 +27,7 @@ from layerferry.engine.engine import Engine, StepReport
 from layerferry.optim.schedule import Schedule
 from layerferry.trainer.cadence import Cadence
 from layerferry.trainer.checkpoints import Checkpoints
+from layerferry.trainer.disk import DiskWatch
 from layerferry.trainer.evaluation import evaluate
 from layerferry.trainer.guards import SkipGuard, SpikeGuard, named_rows
 from layerferry.trainer.history import Entry, History
@@ -67,6 +68,8 @@ class Loop:
     """Step and metrics of the newest evaluation."""
     waits_for: str | None = None
     """The lane that this thread waits for now."""
+    disk: DiskWatch | None = None
+    """None: nothing is @disk."""
     retreat: Callable[[int], None] | None = None
     """Gives the engine a smaller plan after so many steps, or raises; None: out of device memory is the end."""
 
@@ -147,6 +150,8 @@ class Loop:
         flops = model_flops(batch.micro_batches, self.flops_per_token)
         self.history.tokens_seen += report.num_tokens
         self.history.total_flops += flops
+        if self.disk is not None:
+            self.disk.step_done()
         self.meter.add(Work(report.num_tokens, flops, time.monotonic() - begin))
 
     def _show(self, batch: StepBatch, report: StepReport, lr: float, *, logs: bool) -> None:
@@ -175,6 +180,7 @@ class Loop:
         """What must move, in the order of who waits for whom."""
         engine, saves = self.engine, self.checkpoints
         return [
+            *([] if self.disk is None else [self.disk.lane()]),
             Lane("checkpoint writer", lambda: saves.is_busy, lambda: saves.bytes_written, "Is the disk of output_dir alive?"),
             Lane(
                 "data loader",

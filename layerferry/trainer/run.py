@@ -19,7 +19,7 @@ from typing import Any
 from layerferry import api
 from layerferry.backends import make
 from layerferry.checkpoint.files import Files
-from layerferry.checkpoint.folders import Latest, write_latest
+from layerferry.checkpoint.folders import Latest, checkpoints, write_latest
 from layerferry.checkpoint.lock import FolderLock
 from layerferry.checkpoint.save import Saver
 from layerferry.config import Config
@@ -27,7 +27,7 @@ from layerferry.data import DataSets, Sampler, SampleSet, build, tokenizer
 from layerferry.data.batches import PAD_MULTIPLE
 from layerferry.engine.anomaly import WatchfulTape
 from layerferry.engine.engine import Engine
-from layerferry.errors import ConfigError
+from layerferry.errors import ConfigError, DiskTierError
 from layerferry.interop.checks import check
 from layerferry.models.build import read_config
 from layerferry.optim.base import Optimizer
@@ -44,6 +44,7 @@ from layerferry.trainer.cadence import Cadence
 from layerferry.trainer.card import model_card
 from layerferry.trainer.checkpoints import Checkpoints, save_model, side_files
 from layerferry.trainer.determinism import deterministic_kernels
+from layerferry.trainer.disk import DiskWatch
 from layerferry.trainer.folder import check_folder, open_folder
 from layerferry.trainer.history import History, clock_time
 from layerferry.trainer.loop import Loop
@@ -138,6 +139,7 @@ def train(config: Config) -> None:
             cursor=state.cursor,
             totals=replace(state.totals),
             last_eval=state.last_eval,
+            disk=None if engine.store.disk is None else DiskWatch(engine.store.disk, machine),
             # a step that updates on arrival and fails has taken something already
             retreat=None if engine.plan.on_arrival else lambda steps_done: retreat(engine, question, steps_done=steps_done),
             checkpoints=Checkpoints(saver, side_files(engine, loaded.tokenizer)),
@@ -147,7 +149,10 @@ def train(config: Config) -> None:
             recorder=StepRecorder(engine, folder if config.engine.timeline else None, total_steps),
             flops_per_token=question.model.flops.per_token,
         )
-        run(loop, folder)
+        try:
+            run(loop, folder)
+        except DiskTierError as error:
+            raise DiskTierError(f"{error}; {_goes_on(folder)}") from error
 
 
 def optimizer_of(config: Config) -> Optimizer:
@@ -268,7 +273,16 @@ def run(loop: Loop, folder: Path) -> None:
         write_card(folder, config, loop.engine, history, loop.cadence.total_steps)
         if config.train.plot_loss:
             plot_history(history.entries, folder, title=folder.name)
+        if loop.disk is not None:
+            logger.info("%s", loop.disk.summary())
         logger.info("trained %d steps in %s; the model is in %s", loop.totals.step, clock_time(history.elapsed_s), folder)
+
+
+def _goes_on(folder: Path) -> str:
+    """From where the same command takes a run up whose disk tier has failed."""
+    newest = checkpoints(folder)[:1]
+    start = f"goes on from {newest[0].name}" if newest else "starts anew"
+    return f"the same command {start}; disk_folder names another disk"
 
 
 def write_card(folder: Path, config: Config, engine: Engine, history: History, total_steps: int) -> None:
