@@ -18,6 +18,7 @@ from torch import Tensor
 from layerferry.backends.base import Fence, Lane
 from layerferry.backends.chaos import ChaosBackend, ChaosFence, RaceError, is_released
 from layerferry.backends.cpu import CpuBackend
+from layerferry.errors import DiskTierError
 from layerferry.objectives import OnLogits
 from layerferry.optim.base import Optimizer
 from layerferry.optim.muon import Muon
@@ -29,7 +30,11 @@ PLAN = Plan(fp32=True, num_slots=2, num_slabs=1, num_waves=2, carry_fp32=True)
 AT_HOST = replace(PLAN, num_waves=1, host_inputs=2, row_tokens=8, rows_per_step=2, on_device=tuple(range(5)))
 """Nothing but kept inputs travels, so no other copy orders them by chance."""
 HOME = replace(PLAN, num_slots=3, num_slabs=2, on_device=(2,))
-SCENARIOS: tuple[tuple[Plan, Optimizer | None], ...] = ((PLAN, None), (HOME, None), (AT_HOST, None), (HOME, Muon()))
+ON_DISK = replace(PLAN, on_disk=(0, 1, 2, 3))
+SCENARIOS: tuple[tuple[Plan, Optimizer | None], ...] = (
+    *((PLAN, None), (HOME, None), (AT_HOST, None), (ON_DISK, None)),
+    *((HOME, Muon()), (ON_DISK, Muon())),
+)
 Site = tuple[str, str, int]
 
 
@@ -43,7 +48,7 @@ class Forgetful(ChaosBackend):
     def _forgets(self) -> bool:
         frame = sys._getframe(2)
         place = Path(frame.f_code.co_filename)
-        if place.parent.name != "engine":
+        if place.parent.name not in ("engine", "store"):
             return False
         site = (place.name, frame.f_code.co_name, frame.f_lineno)
         self.sites.add(site)
@@ -107,7 +112,8 @@ def ordering_sites() -> list[Site]:
 
 def test_every_fence_is_needed(truths: list[dict[str, Tensor]]) -> None:
     sites = ordering_sites()
-    assert {name for name, _, _ in sites} == {"feed.py", "drain.py", "deferred.py", "kept.py", "stages.py"} and len(sites) >= 19
+    files = {"feed.py", "drain.py", "deferred.py", "kept.py", "stages.py", "disk.py"}
+    assert {name for name, _, _ in sites} == files and len(sites) >= 22
     missed = [site for site in sites if not caught(site, truths)]
     assert not missed
 
@@ -118,7 +124,7 @@ def caught(site: Site, truths: Sequence[dict[str, Tensor]]) -> bool:
             try:
                 if not same(trained(Forgetful(seed, site), *scenario), truth):
                     return True
-            except (RaceError, AssertionError):
+            except (RaceError, AssertionError, DiskTierError):
                 return True
     return False
 
