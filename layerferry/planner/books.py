@@ -17,6 +17,7 @@ from layerferry.engine.sizes import InputSizes, input_sizes
 from layerferry.layout import FP32_PLANE, GRAD, WEIGHT, PlaneSpec
 from layerferry.plan import Plan
 from layerferry.planner import compute
+from layerferry.planner.machine import Machine
 from layerferry.planner.memory import Working, activations, arrival_bytes, buffers, plan_specs, unit_bytes
 from layerferry.planner.problem import ESTIMATE_MARGIN, Problem, device_budget, host_budget, places
 from layerferry.planner.time import layer_uploads, waves_of
@@ -105,10 +106,17 @@ class _Disk:
         self._held = {index: sum(self._units[index].layout.bytes(spec) for spec in kinds) for index in self._order}
         self._saved: dict[tuple[int, ...], int] = {}
         self._choices: dict[int, list[tuple[int, ...]]] = {}
+        self._reach: dict[int, list[int]] = {}
+        """By home: the most that each of the choices, or one before it, saves."""
 
     @property
     def is_there(self) -> bool:
         return self._available > 0
+
+    @property
+    def most_home(self) -> int:
+        """Units that may be at home: the first of those that are pinned to the disk ends them."""
+        return min(self._order[: self._pinned or 0], default=len(self._units))
 
     def bytes(self, units: tuple[int, ...]) -> int:
         """@disk."""
@@ -132,13 +140,21 @@ class _Disk:
                 self._choices[home] = [(), *(one for one in some if self.saved(one) > 0 and self.bytes(one) <= self._available)]
         return self._choices[home]
 
-    def most_saved(self, home: int) -> int:
-        return max(self.saved(one) for one in self.choices(home))
+    def reach(self, home: int) -> list[int]:
+        if home not in self._reach:
+            self._reach[home] = list(accumulate(map(self.saved, self.choices(home)), max))
+        return self._reach[home]
 
     def fewest(self, home: int, over: int) -> tuple[int, ...]:
         """The first of the ``choices`` that saves ``over`` bytes @host, or the one that saves most."""
-        found = self.choices(home)
-        return next((one for one in found if self.saved(one) >= over), max(found, key=self.saved))
+        reach = self.reach(home)
+        return self.choices(home)[bisect_left(reach, min(over, reach[-1]))]
+
+    def least_seconds(self, units: tuple[int, ...], machine: Machine) -> tuple[float, float]:
+        """(all that the disk has to do in a step, what of it lies before the last update)."""
+        per_byte = 1 / machine.disk_read_bytes_per_s.value + 1 / machine.disk_write_bytes_per_s.value
+        every = self.bytes(units) * per_byte
+        return every, max(every - per_byte * ring_bytes(self._sizes[index] for index in units), 0.0)
 
 
 class Books:
@@ -166,8 +182,8 @@ class Books:
         needed = planes[-1] + self._inputs_of(choice).host_bytes + self._arrivals_of(choice) - self._host
         if not self._disk.is_there:
             return min(bisect_left(planes, needed), self._units)
-        every = range(self._units + 1)
-        return next((home for home in every if planes[home] + self._disk.most_saved(home) >= needed), self._units)
+        most = self._disk.most_home
+        return next((home for home in range(most) if planes[home] + self._disk.reach(home)[-1] >= needed), most)
 
     # ---------------------------------------------------------------- bytes
 
@@ -214,16 +230,17 @@ class Books:
         return None if short else found
 
     def _at_home(self, choice: Choice) -> tuple[Choice, int]:
-        fewest = self._fewest_at_home(choice)
+        fewest, most = self._fewest_at_home(choice), self._disk.most_home
         least = self._with(choice, fewest)
         if self._question.machine.is_cpu:
             return least, self.short(least)
-        if fewest < self._units and not self.short(everything := self._with(choice, self._units)):
+        if fewest < self._units == most and not self.short(everything := self._with(choice, self._units)):
             return everything, 0  # buffers of the layers are gone: not in line with the rest
         short = self.short(least)
         if short:
             return least, short
-        return self._with(choice, _most(lambda home: not self.short(self._with(choice, home)), fewest, self._units - 1)), 0
+        most = min(most, self._units - 1)
+        return self._with(choice, _most(lambda home: not self.short(self._with(choice, home)), fewest, most)), 0
 
     def _with(self, choice: Choice, home: int) -> Choice:
         """``choice`` with ``home`` units at home; no more slots than layers travel, and no parts where no end does."""
@@ -312,15 +329,14 @@ class Books:
         inputs = model.num_inputs_at_host(choice.inputs) * self._question.shape.tokens_per_step * model.boundary
         upload = (uploads * in_layers * 0.5 + carried * grad + inputs) / machine.upload_bytes_per_s.value
         download = ((carried + 1) * grad + inputs) / machine.download_bytes_per_s.value
-        disk = self._disk.bytes(choice.disk)
-        disk_s = disk / machine.disk_read_bytes_per_s.value + disk / machine.disk_write_bytes_per_s.value
+        disk_s, before_last_s = self._disk.least_seconds(choice.disk, machine)
         if machine.is_cpu:
             return work + max(optimizer, disk_s)
         home = compute.home_step_s(weights.trained[choice.home], machine)
         drains = compute.drain_s(weights.trained[choice.home] + (carried + 1) * away, machine)
         total = work + home + drains + weights.orthogonal_s
         window = total if self._question.on_arrival else home + micro_batches * forward + weights.orthogonal_s
-        return max(total + max(optimizer - window, 0.0), upload, download, disk_s)
+        return max(total + max(max(optimizer, before_last_s) - window, 0.0), upload, download, disk_s)
 
     def _compute_of(self, choice: Choice) -> tuple[float, float]:
         """(all micro-batches, the forward of one through the layers)."""

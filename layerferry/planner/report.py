@@ -134,11 +134,7 @@ def _choices(plan: Plan, pins: Pins) -> str:
         ),
         *([("kept_attention", str(plan.kept_attention), "layers whose attention is not")] if plan.kept_attention else []),
         ("on_device", str(len(plan.on_device)), "units whose planes live @device: nothing of them travels"),
-        *(
-            [("disk_units", str(plan.disk_units), "units whose residues and moments come from the disk for their updates")]
-            if plan.on_disk
-            else []
-        ),
+        *([("disk_units", str(plan.disk_units), "units whose residues and moments live @disk")] if plan.on_disk else []),
         ("num_slots", str(plan.num_slots), "device buffers for layer weights that travel"),
         ("num_slabs", str(plan.num_slabs), "device buffers that gradients leave from"),
         ("end_parts", str(plan.end_parts), _parts(plan)),
@@ -215,7 +211,7 @@ def _seconds(plan: Plan, machine: Machine) -> str:
     ]
     if plan.on_disk:
         read, write = machine.disk_read_bytes_per_s, machine.disk_write_bytes_per_s
-        rows.append(("disk", lanes.disk, f"{_rate(read.value)} reading, {_rate(write.value)} writing", write.source))
+        rows.append(("disk", lanes.disk, f"{read.value / 1e9:.3g} and {_rate(write.value)}", write.source))
     lines = [f"{'seconds a step':<26} {lanes.step:9.2f} s     compute and waits; {lanes.serial:.2f} if the lanes took turns"]
     for name, value, rate, source in rows:
         limit = "  <- limits the step" if name == lanes.limit else ""
