@@ -26,7 +26,8 @@ from layerferry.optim.decay import decays
 from layerferry.optim.reference import ReferenceKernels
 from layerferry.plan import GIB, Plan
 from layerferry.planner.facts import Model
-from layerferry.planner.memory import DEVICE, Shape, arrival_bytes, items, unit_bytes
+from layerferry.planner.held import DEVICE, arrival_bytes, unit_bytes
+from layerferry.planner.memory import Shape, items
 from layerferry.store.store import plane_specs
 
 PAGE = Path(__file__).parents[1] / "docs" / "memory.md"

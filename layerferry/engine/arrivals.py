@@ -63,7 +63,7 @@ class ArrivalBuffers:
     """``GradientHomes`` without planes. ``begin`` before every step; all calls come from the thread that runs the sweeps."""
 
     def __init__(self, store: Store, deferred: DeferredSteps, backend: Backend, clock: Clock, plan: Plan) -> None:
-        self._deferred, self._backend, self._clock = deferred, backend, clock
+        self._store, self._deferred, self._backend, self._clock = store, deferred, backend, clock
         self._spec: PlaneSpec = store.specs[GRAD]
         sizes = arrival_sizes(store.units, plan, store.specs)
         self._buffers = {kind: cycle(_buffers(backend, *size)) for kind, size in sizes.items()}
@@ -75,6 +75,7 @@ class ArrivalBuffers:
     def begin(self, hyper: StepHyper) -> None:
         """The numbers of the step whose gradients come next."""
         self._hyper = hyper
+        self._store.expect(reversed(self._store.units))
         self._arriving.clear()
         self._missing.clear()
 

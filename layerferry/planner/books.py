@@ -17,8 +17,9 @@ from layerferry.engine.sizes import InputSizes, input_sizes
 from layerferry.layout import FP32_PLANE, GRAD, WEIGHT, PlaneSpec
 from layerferry.plan import Plan
 from layerferry.planner import compute
+from layerferry.planner.held import arrival_bytes, unit_bytes
 from layerferry.planner.machine import Machine
-from layerferry.planner.memory import Working, activations, arrival_bytes, buffers, plan_specs, unit_bytes
+from layerferry.planner.memory import Working, activations, buffers, plan_specs
 from layerferry.planner.problem import ESTIMATE_MARGIN, Problem, device_budget, host_budget, places
 from layerferry.planner.time import layer_uploads, waves_of
 from layerferry.planner.updates import orthogonal_s, update_s

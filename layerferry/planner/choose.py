@@ -20,8 +20,9 @@ from layerferry.optim.base import Optimizer
 from layerferry.plan import Plan, Seconds, size_text
 from layerferry.planner import calibrate
 from layerferry.planner.facts import Model
+from layerferry.planner.held import DISK, arrivals, unit_bytes
 from layerferry.planner.machine import GUESS, Machine, machine_for
-from layerferry.planner.memory import DISK, Shape, Working, arrivals, plan_specs, unit_bytes
+from layerferry.planner.memory import Shape, Working, plan_specs
 from layerferry.planner.problem import ESTIMATE_MARGIN, Pins, Problem, key_of, problem
 from layerferry.planner.remedies import shortfall
 from layerferry.planner.search import is_exact, search

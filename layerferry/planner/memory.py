@@ -35,24 +35,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from layerferry.engine.sizes import LEAVING, DeviceSizes, arrival_sizes, device_sizes, input_sizes, micro_batches_of_wave
-from layerferry.layout import FP32_PLANE, GRAD, RESIDUE, WEIGHT, PlaneSpec
+from layerferry.engine.sizes import LEAVING, DeviceSizes, device_sizes, input_sizes, micro_batches_of_wave
+from layerferry.layout import FP32_PLANE, GRAD, PlaneSpec
 from layerferry.plan import Item, Plan
 from layerferry.planner.facts import Kept, Model
+from layerferry.planner.held import DEVICE, HOST, arrivals, planes
 from layerferry.planner.updates import room_for_updates
-from layerferry.store.disk import RING, file_bytes, ring_bytes
-from layerferry.store.store import TRAVELLING, state_bytes
 
-HOST, DEVICE, DISK = "@host", "@device", "@disk"
 TRANSIENT_ACTIVATIONS = 3
 """Widest activations alive at once beside what is kept: estimate, gate and up projections and their product."""
 FUSED_LOGITS = 2
 """Chunks of logits alive at once in the fused head: the logits and their slope."""
-_NAMES = {
-    WEIGHT: "weights (bf16: high half of the master)",
-    RESIDUE: "residues (the rest of the master)",
-    GRAD: "gradients",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,53 +167,6 @@ def kept_inputs(model: Model, plan: Plan, shape: Shape) -> tuple[Item, ...]:
         Item(what=f"inputs of {sizes.num_layers} of {model.num_layers} layers", place=HOST, num_bytes=sizes.host_bytes),
         Item(what="landings of kept inputs", place=DEVICE, num_bytes=sizes.device_bytes),
     )
-
-
-def arrivals(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan) -> tuple[Item, ...]:
-    """Exactly what ``engine/arrivals.py`` allocates."""
-    if not plan.on_arrival:
-        return ()
-    num_bytes = arrival_bytes(model, specs[GRAD], plan.on_device)
-    return (Item(what="buffers that gradients arrive in", place=HOST, num_bytes=num_bytes),)
-
-
-@lru_cache(maxsize=256)
-def arrival_bytes(model: Model, grad: PlaneSpec, home: tuple[int, ...]) -> int:
-    """Of all buffers, with the units ``home`` @device."""
-    sizes = arrival_sizes(model.units, Plan(on_arrival=True, on_device=home), {GRAD: grad})
-    return sum(count * num_bytes for count, num_bytes in sizes.values())
-
-
-def planes(
-    model: Model,
-    specs: Mapping[str, PlaneSpec],
-    home: frozenset[int],
-    on_disk: frozenset[int] = frozenset(),
-    *,
-    keeps_gradients: bool = True,
-) -> tuple[Item, ...]:
-    """One line a plane kind @host, one for the units at home @device, two for state @disk: exactly what the store allocates."""
-    host, device = [], 0
-    for kind, spec in specs.items():
-        by_unit = unit_bytes(model, spec)
-        there = sum(by_unit[index] for index in (home if kind in TRAVELLING else home | on_disk))
-        if kind != GRAD or keeps_gradients:
-            host.append(Item(what=_NAMES.get(kind, kind), place=HOST, num_bytes=sum(by_unit) - there))
-        at_home = unit_bytes(model, FP32_PLANE if kind == GRAD else spec)  # gradients are summed where they are read
-        device += sum(at_home[index] for index in home)
-    if home:
-        host.append(Item(what=f"all planes of {len(home)} of {len(model.units)} units", place=DEVICE, num_bytes=device))
-    if on_disk:
-        sizes = [file_bytes(state_bytes(model.units[index], specs)) for index in on_disk]
-        host.append(Item(what=f"{RING} buffers for units @disk", place=HOST, num_bytes=ring_bytes(sizes)))
-        host.append(Item(what=f"residues and moments of {len(on_disk)} units", place=DISK, num_bytes=sum(sizes)))
-    return tuple(host)
-
-
-@lru_cache(maxsize=64)
-def unit_bytes(model: Model, spec: PlaneSpec) -> tuple[int, ...]:
-    """Bytes of one plane of every unit: asked for thousands of times in a search."""
-    return tuple(unit.layout.bytes(spec) for unit in model.units)
 
 
 @lru_cache(maxsize=64)

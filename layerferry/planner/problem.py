@@ -14,8 +14,9 @@ from layerferry.errors import PlanError
 from layerferry.layout import PlaneSpec
 from layerferry.plan import Plan, Seconds
 from layerferry.planner.facts import Model
+from layerferry.planner.held import DEVICE, DISK, HOST
 from layerferry.planner.machine import Machine
-from layerferry.planner.memory import DEVICE, DISK, HOST, Shape, Working, estimate, items
+from layerferry.planner.memory import Shape, Working, estimate, items
 from layerferry.planner.time import seconds
 from layerferry.planner.updates import with_update_rate
 

@@ -13,7 +13,8 @@ from layerferry.engine.sizes import device_sizes
 from layerferry.layout import PlaneSpec
 from layerferry.optim.choose import optimizer_for
 from layerferry.plan import Plan, size_text
-from layerferry.planner.memory import DEVICE, DISK, HOST, arrivals, plan_specs, planes
+from layerferry.planner.held import DEVICE, DISK, HOST, arrivals, planes
+from layerferry.planner.memory import plan_specs
 from layerferry.planner.problem import Problem, needs
 from layerferry.planner.search import search
 from layerferry.store.disk import file_bytes

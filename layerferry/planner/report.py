@@ -24,8 +24,8 @@ from layerferry.plan import GIB, Plan, Seconds
 from layerferry.planner import calibrate
 from layerferry.planner.choose import Decision, decide
 from layerferry.planner.facts import Model
+from layerferry.planner.held import DEVICE, DISK, HOST
 from layerferry.planner.machine import Machine, machine_for
-from layerferry.planner.memory import DEVICE, DISK, HOST
 from layerferry.planner.problem import Pins, Problem, needs, problem
 from layerferry.store.store import plane_specs
 

@@ -10,7 +10,8 @@ whatever the compute lane stands still for is booked on updates or on copies. Tw
 
 Kept inputs go down and come back micro-batch by micro-batch, at most ``LEAVING`` and ``LANDINGS`` at a time: over a layer, the
 slower of compute and copies sets the pace.
-The disk is a lane of its own (``disk_lane.py``), and a step is not over before the ring is as full as the next one finds it. Ends in parts share two slots, which ``EndSlots`` fills as the feed does.
+Ends in parts share two slots, which ``EndSlots`` fills as the feed does. The disk is a lane of its own (``disk_lane.py``), and a
+step is not over before the ring is as full as the next one finds it.
 
 The host is taken to run ahead of the device. Of many waves the third stands for those between it and the last. Checked by
 ``tests/planner/test_schedule.py`` against closed forms and by measured rows.
@@ -19,75 +20,12 @@ The host is taken to run ahead of the device. Of many waves the third stands for
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from layerferry.engine.sizes import ARRIVALS, LANDINGS, LEAVING, PART_BUFFERS
 from layerferry.planner.disk_lane import DiskLane
 from layerferry.planner.end_slots import EndSlots, head_part, prologue_part, uses_of_ends
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """Seconds of one unit or part: compute of a micro-batch, one drain's passes, one update, one copy each way."""
-
-    forward: float
-    """Of a whole head: forward and backward, which are one; of a part of it: its pass for the loss."""
-    backward: float
-    drain: float
-    update: float
-    upload: float
-    bring: float
-    """Upload of a carried gradient."""
-    send: float
-    """Download of its gradient."""
-    home: bool
-    """Lives @device: neither update nor copies."""
-    trained: bool = True
-    """False: neither update nor gradient."""
-    input_down: float = 0.0
-    """Download of one micro-batch's input; 0: it stays @device."""
-    input_up: float = 0.0
-    """Its way back."""
-    finish: float = 0.0
-    """Of the update, what follows the device; 0: the CPU does all of it."""
-    orthogonal: float = 0.0
-    """Compute between the two, which the sweeps have to do without."""
-    trip: float = 0.0
-    """Copies for that, both ways."""
-    fetch: float = 0.0
-    """Of its state from the disk; 0: it is not there."""
-    spill: float = 0.0
-    """And back."""
-
-
-@dataclass(slots=True)
-class Waits:
-    """Seconds that compute stands still in a step."""
-
-    updates: float = 0.0
-    copies: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-    """One step. Prologue and head are a piece each, or parts. ``tied``: they are one unit, whose update and copies are those of
-    ``prologue``."""
-
-    prologue: Sequence[Piece]
-    layers: Sequence[Piece]
-    head: Sequence[Piece]
-    tied: bool
-    waves: Sequence[float]
-    """Micro-batches of each."""
-    num_slots: int
-    num_slabs: int
-    resident_gradients: bool
-    num_below: int = 0
-    """Layers that the backward does not come to."""
-    on_arrival: bool = False
-    """Updates begin when gradients are @host, and gradients wait for a free buffer there."""
-    home_step_s: float = 0.0
+from layerferry.planner.program import Piece, Program, Waits
 
 
 def waits(program: Program) -> Waits:

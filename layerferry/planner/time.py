@@ -18,9 +18,11 @@ from layerferry.plan import Plan, Seconds
 from layerferry.planner import compute
 from layerferry.planner.end_slots import EndSlots, head_part, prologue_part, uses_of_ends
 from layerferry.planner.facts import Model
+from layerferry.planner.held import unit_bytes
 from layerferry.planner.machine import Machine
-from layerferry.planner.memory import Shape, plan_specs, tokens_of, unit_bytes
-from layerferry.planner.schedule import Piece, Program, waits
+from layerferry.planner.memory import Shape, plan_specs, tokens_of
+from layerferry.planner.program import Piece, Program
+from layerferry.planner.schedule import waits
 from layerferry.planner.updates import finish_s, orthogonal_s, trip_bytes, update_s
 from layerferry.store.disk import file_bytes
 from layerferry.store.store import state_bytes

@@ -25,7 +25,8 @@ from layerferry.optim.reference import ReferenceKernels
 from layerferry.plan import Plan
 from layerferry.planner import calibrate
 from layerferry.planner.facts import Model
-from layerferry.planner.memory import DEVICE, Shape, items
+from layerferry.planner.held import DEVICE
+from layerferry.planner.memory import Shape, items
 from layerferry.store.store import Store
 from tests.planner.subjects import skeleton, specs
 

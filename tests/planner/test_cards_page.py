@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from layerferry.planner.facts import Model
-from layerferry.planner.memory import DEVICE, HOST
+from layerferry.planner.held import DEVICE, HOST
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cards.md").read_text(encoding="utf-8")

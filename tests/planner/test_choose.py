@@ -19,8 +19,9 @@ from layerferry.plan import Plan
 from layerferry.planner.choose import MOST_MEASUREMENTS, choose, decide, pinned_bytes
 from layerferry.planner.facts import Kept, Model
 from layerferry.planner.flops import Flops
+from layerferry.planner.held import DEVICE, HOST
 from layerferry.planner.machine import Machine
-from layerferry.planner.memory import DEVICE, HOST, Shape, Working, estimate
+from layerferry.planner.memory import Shape, Working, estimate
 from layerferry.planner.problem import Problem, fits, needs, problem
 from layerferry.planner.search import INEXACT, is_exact
 from layerferry.store.store import plane_specs

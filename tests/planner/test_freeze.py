@@ -14,7 +14,8 @@ from layerferry.plan import Plan
 from layerferry.planner.choose import decide
 from layerferry.planner.facts import Model
 from layerferry.planner.flops import Flops
-from layerferry.planner.memory import DEVICE, HOST, Shape, estimate, items, plan_specs
+from layerferry.planner.held import DEVICE, HOST
+from layerferry.planner.memory import Shape, estimate, items, plan_specs
 from layerferry.planner.problem import problem
 from layerferry.planner.report import render
 from layerferry.planner.search import search

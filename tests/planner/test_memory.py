@@ -25,18 +25,8 @@ from layerferry.optim.muon import Muon
 from layerferry.optim.reference import ReferenceKernels
 from layerferry.plan import Plan
 from layerferry.planner.facts import Model
-from layerferry.planner.memory import (
-    DEVICE,
-    HOST,
-    LayerBytes,
-    Shape,
-    Working,
-    estimate,
-    items,
-    plan_specs,
-    planes,
-    tokens_of,
-)
+from layerferry.planner.held import DEVICE, HOST, planes
+from layerferry.planner.memory import LayerBytes, Shape, Working, estimate, items, plan_specs, tokens_of
 from layerferry.store.store import Store, plane_specs
 from tests.planner.subjects import QWEN_7B, skeleton, specs
 
@@ -151,7 +141,8 @@ _GROWTH = """
 import resource, torch
 from layerferry.backends.cpu import CpuBackend
 from layerferry.planner.facts import Model
-from layerferry.planner.memory import planes, HOST, Shape, items
+from layerferry.planner.held import planes, HOST
+from layerferry.planner.memory import Shape, items
 from layerferry.plan import Plan
 from layerferry.store.store import Store, plane_specs
 from tests.planner.subjects import skeleton, specs

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from layerferry.planner.schedule import Piece, Program, Waits, waits
+from layerferry.planner.program import Piece, Program, Waits
+from layerferry.planner.schedule import waits
 
 LAYERS = 6
 FREE = Piece(forward=1.0, backward=2.0, drain=0.0, update=0.0, upload=0.0, bring=0.0, send=0.0, home=False)

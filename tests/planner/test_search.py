@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from layerferry.planner.books import Books
-from layerferry.planner.memory import DEVICE, HOST
+from layerferry.planner.held import DEVICE, HOST
 from layerferry.planner.problem import Problem, fits, needs, problem
 from layerferry.planner.search import INEXACT, MOST_ROW_CHOICES, PARTS, _base, choices, divisors, is_exact, search
 from tests.planner.subjects import config, machine, qwen, specs

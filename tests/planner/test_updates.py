@@ -20,9 +20,10 @@ from layerferry.plan import Plan
 from layerferry.planner.books import Books
 from layerferry.planner.choose import decide
 from layerferry.planner.facts import Model
-from layerferry.planner.memory import DEVICE, HOST, Shape, buffers, items, plan_specs
+from layerferry.planner.held import DEVICE, HOST
+from layerferry.planner.memory import Shape, buffers, items, plan_specs
 from layerferry.planner.problem import Problem, needs, problem
-from layerferry.planner.schedule import Waits
+from layerferry.planner.program import Waits
 from layerferry.planner.search import _base, choices, search
 from layerferry.planner.time import busy, seconds
 from layerferry.planner.updates import (
