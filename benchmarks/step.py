@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from attention import AttentionShape, attention_seconds
-from rows import Steps, emit, is_done, options, packed_batches, random_batches, resident_bytes, say, step_row
+from rows import Steps, emit, is_done, options, packed_batches, random_batches, resident_bytes, say, significant, step_row
 from shapes import config_of
 
 import layerferry
@@ -31,6 +31,7 @@ from layerferry.engine.batch import MicroBatch
 from layerferry.engine.engine import Engine
 from layerferry.plan import FREE_BUDGET, GIB, Plan
 from layerferry.planner import calibrate
+from layerferry.planner.disk_rates import disk_rates
 from layerferry.planner.facts import Model
 from layerferry.planner.flops import flops_per_token
 from layerferry.planner.machine import machine_for
@@ -64,6 +65,14 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--device-memory", type=float, default=0.0, help="GiB that the planner may use; 0: what is there")
     parser.add_argument("--host-memory", type=float, default=0.0, help="GiB of host memory that it may use; 0: what is there")
     parser.add_argument("--home", type=int, default=0, help="units, from the embedding on, that live on the device")
+    parser.add_argument(
+        "--disk-units",
+        type=int,
+        default=0,
+        help="layers, from the last on, with their state @disk; with --auto: units",
+    )
+    parser.add_argument("--disk-folder", default=".", help="on that disk, which is measured")
+    parser.add_argument("--disk-memory", type=float, default=1000.0, help="GiB of it that may be used")
     parser.add_argument("--resident-gradients", type=int, default=0)
     parser.add_argument("--chunk-tokens", type=int, default=8192)
     parser.add_argument("--optim", default="adamw_torch", help="optimizer format: adamw_8bit, lion_8bit ...")
@@ -104,8 +113,10 @@ def case_of(args: argparse.Namespace) -> str:
 
 def plan_of(args: argparse.Namespace, on_cuda: bool) -> Plan:
     cores = len(os.sched_getaffinity(0))
+    layers = int(args.layers or config_of(args.model).num_hidden_layers)
     return Plan(
         on_device=tuple(range(args.home)),
+        on_disk=tuple(range(layers + 1 - args.disk_units, layers + 1)),  # the embedding is unit 0
         resident_gradients=bool(args.resident_gradients),
         on_arrival=bool(args.on_arrival),
         num_slots=args.slots,
@@ -139,6 +150,9 @@ def config_for(args: argparse.Namespace, folder: str) -> Config:
             device_memory=int(args.device_memory * GIB) or None,
             host_memory=int(args.host_memory * GIB) or None,
             update_on_arrival=bool(args.on_arrival),
+            disk_units=args.disk_units or None,
+            disk_memory=int(args.disk_memory * GIB) if args.disk_units else None,
+            disk_folder=args.disk_folder,
         ),
     )
 
@@ -169,7 +183,7 @@ def predicted(engine: Engine, args: argparse.Namespace) -> Plan:
         return engine.plan
     config = config_for(args, args.model)
     specs = plane_specs(engine.optimizer.state_planes)
-    machine = machine_for(config.engine, engine.backend)
+    machine = machine_for(config.engine, engine.backend, config.disk_folder)
     question = problem(Model.of(engine.skeleton), specs, machine, config, args.row_tokens)
     read = calibrate.reader(engine.skeleton, engine.backend)
     known = {key_of(level): found for level in engine.plan.levels if (found := read(level, question.shape)) is not None}
@@ -180,13 +194,13 @@ def predicted(engine: Engine, args: argparse.Namespace) -> Plan:
 def measure(engine: Engine, args: argparse.Namespace, resident: int) -> dict[str, Any]:
     """One row: the median of ``args.steps`` steps after the warm-up."""
     backend, plan = engine.backend, predicted(engine, args)
-    seconds, link, optimizer, busy, real = [], [], [], [], []
+    seconds, link, optimizer, busy, real, disk = [], [], [], [], [], []
     uploaded = drained = 0
     for number in range(args.warmup + args.steps):
         batches = batches_for(engine, args)
         if number == args.warmup:
             backend.reset_peak()
-        (up0, down0), busy0 = moved(engine), engine.deferred.busy_s
+        (up0, down0), busy0, disk0 = moved(engine), engine.deferred.busy_s, on_disk(engine)
         begin = time.perf_counter()
         report = engine.step(batches, lr=1e-5)
         if args.settle:
@@ -200,6 +214,7 @@ def measure(engine: Engine, args: argparse.Namespace, resident: int) -> dict[str
             link.append(report.exposed_link_s)
             optimizer.append(report.exposed_optimizer_s + step_s - report.seconds)
             busy.append(engine.deferred.busy_s - busy0)
+            disk.append([after - before for before, after in zip(disk0, on_disk(engine), strict=True)])
         say(
             f"step {number}: {step_s:.3f} s loss {report.loss:.4f} norm {report.grad_norm:.3f} "
             f"exposed: optimizer {report.exposed_optimizer_s:.3f} s, link {report.exposed_link_s:.3f} s; "
@@ -236,6 +251,7 @@ def measure(engine: Engine, args: argparse.Namespace, resident: int) -> dict[str
         **(split(engine, steps) if args.row_tokens >= args.split_from else {}),
         "sample_tokens": args.sample_tokens or None,
         "optim": args.optim,
+        **(disk_fields(plan, disk, args) if plan.on_disk else {}),
     }
     return step_row(steps, own, backend, args)
 
@@ -243,6 +259,26 @@ def measure(engine: Engine, args: argparse.Namespace, resident: int) -> dict[str
 def moved(engine: Engine) -> tuple[int, int]:
     """Bytes (up, down) since the start."""
     return engine.feed.uploaded_bytes + engine.kept.returned_bytes, engine.drain.drained_bytes + engine.kept.sent_bytes
+
+
+def on_disk(engine: Engine) -> tuple[float, float, float]:
+    """Bytes (read, written) and busy seconds since the start."""
+    tier = engine.store.disk
+    return (0.0, 0.0, 0.0) if tier is None else (tier.bytes_read, tier.bytes_written, tier.busy_s)
+
+
+def disk_fields(plan: Plan, steps: Sequence[Sequence[float]], args: argparse.Namespace) -> dict[str, Any]:
+    """What the disk did in each of ``steps``, the median of each number, and what it was said to do."""
+    read, written, busy_s = (statistics.median(column) for column in zip(*steps, strict=True))
+    rates = disk_rates(Path(args.disk_folder), int(args.disk_memory * GIB))[0]
+    return {
+        "disk_gib": round(plan.total("@disk") / GIB, 3),
+        "disk_read_gb": significant(read / 1e9),
+        "disk_written_gb": significant(written / 1e9),
+        "disk_busy_s": round(busy_s, 3),
+        "predicted_disk_s": None if plan.seconds is None else round(plan.seconds.disk, 3),
+        "disk_gb_per_s": [significant(rate.value / 1e9) for rate in rates.values()],
+    }
 
 
 def split(engine: Engine, steps: Steps) -> dict[str, Any]:
@@ -273,7 +309,7 @@ def batches_for(engine: Engine, args: argparse.Namespace) -> list[MicroBatch]:
 
 def same_store(one: argparse.Namespace, other: argparse.Namespace) -> bool:
     """Whether the store of ``one`` serves ``other``: the same shape, units at home alike, and no planner to choose those."""
-    names = ("model", "layers", "width", "vocab", "home", "device", "auto", "optim", "master_weights")
+    names = ("model", "layers", "width", "vocab", "home", "disk_units", "device", "auto", "optim", "master_weights")
     return not one.auto and all(getattr(one, name) == getattr(other, name) for name in names)
 
 

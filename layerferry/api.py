@@ -99,7 +99,7 @@ def load(
         backend,
         on_device=plan.on_device,
         on_disk=plan.on_disk,
-        scratch=ScratchFile(Path(config.engine.disk_folder or config.train.output_dir)),
+        scratch=ScratchFile(config.disk_folder),
         keeps_gradients=not plan.on_arrival,
     )
     _fill(store, skeleton, source, seed=config.train.seed)

@@ -210,6 +210,11 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
 
+    @property
+    def disk_folder(self) -> Path:
+        """Where optimizer state @disk is."""
+        return Path(self.engine.disk_folder or self.train.output_dir)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatConfig:

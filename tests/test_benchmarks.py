@@ -19,7 +19,7 @@ from layerferry.backends.cpu import CpuBackend
 from layerferry.engine.tape import Handle
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.base import EXP_AVG
-from layerferry.plan import Plan
+from layerferry.plan import GIB, Plan
 from layerferry.planner.flops import flops_per_token
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
@@ -128,6 +128,18 @@ def test_long_rows_say_how_much_of_a_step_is_attention(capsys: pytest.CaptureFix
     assert row["kept_inputs_gib"] >= 0 and row["plan"]["host_inputs"] == 1
     [row] = rows_of("step", argv, capsys)
     assert "attention_s" not in row
+
+
+@pytest.mark.parametrize("auto", [0, 1])
+def test_rows_with_state_on_the_disk_say_what_it_moved(auto: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps behind the warm-up read and write the state of every unit there once; planned and moved bytes are the same."""
+    argv = [*STEP, "--warmup", "2", "--steps", "3", "--device", "cpu", "--disk-folder", str(tmp_path), "--disk-memory", "0.1"]
+    [row] = rows_of("step", [*argv, "--disk-units", "99" if auto else "4", "--auto", str(auto)], capsys)
+    assert row["plan"]["on_disk"] == ([0, 1, 2, 3, 4, 5] if auto else [1, 2, 3, 4])
+    assert row["predicted_step_s"] >= row["predicted_disk_s"] > 0 and row["disk_busy_s"] > 0 and min(row["disk_gb_per_s"]) > 0
+    for moved in ("disk_read_gb", "disk_written_gb"):
+        assert row[moved] == pytest.approx(row["disk_gib"] * GIB / 1e9, rel=0.5)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_that_broke_off_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

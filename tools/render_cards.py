@@ -29,10 +29,10 @@ from layerferry.planner.machine import (
     CODED_OPTIMIZER_BYTES_PER_PARAM,
     OPTIMIZER_BYTES_PER_PARAM,
     Machine,
-    Rate,
     default_rates,
 )
 from layerferry.planner.problem import problem
+from layerferry.planner.rate import Rate
 from layerferry.store.store import plane_specs
 
 PAGE = Path(__file__).parents[1] / "docs" / "cards.md"

@@ -17,7 +17,7 @@ from layerferry.engine.sizes import InputSizes, input_sizes
 from layerferry.layout import FP32_PLANE, GRAD, WEIGHT, PlaneSpec
 from layerferry.plan import Plan
 from layerferry.planner import compute
-from layerferry.planner.held import arrival_bytes, unit_bytes
+from layerferry.planner.held import arrival_bytes, disk_order, unit_bytes
 from layerferry.planner.machine import Machine
 from layerferry.planner.memory import Working, activations, buffers, plan_specs
 from layerferry.planner.problem import ESTIMATE_MARGIN, Problem, device_budget, host_budget, places
@@ -94,14 +94,12 @@ class _Weights:
 
 
 class _Disk:
-    """What of the state of some units @disk costs and saves. Layers go there from the last on, whose updates have the longest
-    time, and the ends last of all: their size would be that of every buffer of the ring."""
+    """What of the state of some units @disk costs and saves."""
 
     def __init__(self, question: Problem) -> None:
         self._units, self._specs = question.model.units, question.specs
         self._available, self._pinned = question.machine.disk_available, question.pins.disk_units
-        layers, ends = ([unit for unit in reversed(self._units) if unit.is_layer is kind] for kind in (True, False))
-        self._order = [unit.index for unit in (*layers, *ends) if state_bytes(unit, question.specs)]
+        self._order = disk_order(self._units, question.specs)
         self._sizes = {index: file_bytes(state_bytes(self._units[index], question.specs)) for index in self._order}
         kinds = state_specs(question.specs).values()
         self._held = {index: sum(self._units[index].layout.bytes(spec) for spec in kinds) for index in self._order}

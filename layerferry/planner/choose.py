@@ -21,9 +21,10 @@ from layerferry.plan import Plan, Seconds, size_text
 from layerferry.planner import calibrate
 from layerferry.planner.facts import Model
 from layerferry.planner.held import DISK, arrivals, unit_bytes
-from layerferry.planner.machine import GUESS, Machine, machine_for
+from layerferry.planner.machine import Machine, machine_for
 from layerferry.planner.memory import Shape, Working, plan_specs
 from layerferry.planner.problem import ESTIMATE_MARGIN, Pins, Problem, key_of, problem
+from layerferry.planner.rate import GUESS
 from layerferry.planner.remedies import shortfall
 from layerferry.planner.search import is_exact, search
 from layerferry.store.store import TRAVELLING, plane_specs
@@ -69,7 +70,7 @@ def choose(
 def choose_for(skeleton: Skeleton, optimizer: Optimizer, config: Config, backend: Backend, *, row_tokens: int) -> Plan:
     """``choose`` on the machine that this process runs on."""
     specs = plane_specs(optimizer.state_planes)
-    return choose(skeleton, specs, machine_for(config.engine, backend), config, row_tokens, backend=backend)
+    return choose(skeleton, specs, machine_for(config.engine, backend, config.disk_folder), config, row_tokens, backend=backend)
 
 
 def decide(question: Problem, measure: Measure | None = None) -> Decision:

@@ -1,4 +1,4 @@
-"""What outlives a step, by place and to the byte: planes @host, @device and @disk, and the buffers that stand in for some of them.
+"""What outlives a step, by place and to the byte: planes @host, @device and @disk, and buffers that stand in for some of them.
 
 Exactly what the store, its disk tier and ``engine/arrivals.py`` allocate. Checked by ``tests/planner/test_memory.py`` and
 ``test_disk.py``.
@@ -6,7 +6,7 @@ Exactly what the store, its disk tier and ``engine/arrivals.py`` allocate. Check
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from layerferry.engine.sizes import arrival_sizes
@@ -15,6 +15,7 @@ from layerferry.plan import Item, Plan
 from layerferry.planner.facts import Model
 from layerferry.store.disk import RING, file_bytes, ring_bytes
 from layerferry.store.store import TRAVELLING, state_bytes
+from layerferry.units import Unit
 
 HOST, DEVICE, DISK = "@host", "@device", "@disk"
 _NAMES = {
@@ -63,6 +64,13 @@ def planes(
         host.append(Item(what=f"{RING} buffers for units @disk", place=HOST, num_bytes=ring_bytes(sizes)))
         host.append(Item(what=f"residues and moments of {len(on_disk)} units", place=DISK, num_bytes=sum(sizes)))
     return tuple(host)
+
+
+def disk_order(units: Sequence[Unit], specs: Mapping[str, PlaneSpec]) -> tuple[int, ...]:
+    """Indexes of the units with state, in the order in which they go to the disk. Layers go from the last on, whose updates have
+    the longest time, and the ends last of all: their size would be that of every buffer of the ring."""
+    layers, ends = ([unit for unit in reversed(units) if unit.is_layer is kind] for kind in (True, False))
+    return tuple(unit.index for unit in (*layers, *ends) if state_bytes(unit, specs))
 
 
 @lru_cache(maxsize=64)

@@ -3,7 +3,8 @@
 A ``Machine`` is a value. ``machine_for`` reads what is free now and takes rates from an earlier ``probe`` of the same machine
 (per-user cache) or, where there was none, times them in brief; only a device that the project has measured has stated
 defaults. What a machine *is* (its link coherent, its memory one for host and device) shows in rates and bytes alone.
-Training waits for no other measurement. Checked by ``tests/planner/test_machine.py``.
+Training waits for no other measurement, but for that of a disk that it may use (``disk_rates.py``). Checked by
+``tests/planner/test_machine.py``.
 """
 
 from __future__ import annotations
@@ -23,24 +24,17 @@ from layerferry.backends.cuda import CudaBackend
 from layerferry.backends.numa import own_nodes
 from layerferry.config import EngineConfig, cache_folder
 from layerferry.plan import GIB, size_text
+from layerferry.planner.disk_rates import DISK_GUESS, DISK_RATES, disk_rates
 from layerferry.planner.host import cores, host_limits, host_total, locked_limit
+from layerferry.planner.rate import GUESS, Rate
 from layerferry.planner.stopwatch import copied_bytes_per_s, device_traffic, links, matmul_flops_per_s, triad_bytes_per_s
 
-GUESS = "guess"
 BRIEF = "measured in brief"
 BRIEF_BYTES = 1 << 27
 OPTIMIZER_BYTES_PER_PARAM = 22
 """Read and written by one AdamW update of a split master with bf16 gradient."""
 CODED_OPTIMIZER_BYTES_PER_PARAM = 12
 """With a 24-bit master and 8-bit moments."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """A number and where it is from: ``measured``, ``default for ...`` or ``guess``."""
-
-    value: float
-    source: str
 
 
 RATES = (
@@ -71,11 +65,6 @@ _GUESSES: dict[str, tuple[float, float, float]] = {
     "3090": (60e12, 12e9, 0.8e12),
 }
 """Not measured: half to nine tenths of what the makers print. (bf16 matmul FLOP/s, link bytes/s, device memory bytes/s)."""
-
-
-DISK_RATES = ("disk_read_bytes_per_s", "disk_write_bytes_per_s")
-"""Known where ``probe`` has measured them."""
-DISK_GUESS = Rate(1e9, GUESS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,9 +169,13 @@ class Machine:
         return f"{up / 1e9:.1f} GB/s up, {down / 1e9:.1f} GB/s down"
 
 
-def machine_for(engine: EngineConfig, backend: Backend) -> Machine:
-    """What ``backend`` and this host have now; rates from the cache or defaults."""
-    return assemble(engine, backend, read_rates(device_name(backend)) or brief_rates(backend))
+def machine_for(engine: EngineConfig, backend: Backend, disk: Path = Path()) -> Machine:
+    """What ``backend`` and this host have now; rates from the cache or defaults. ``disk``: the folder of state @disk."""
+    rates = read_rates(device_name(backend)) or brief_rates(backend)
+    if not engine.disk_memory:
+        return assemble(engine, backend, rates)
+    found, notes = disk_rates(disk, engine.disk_memory)
+    return assemble(engine, backend, rates | found, notes)
 
 
 def brief_rates(backend: Backend) -> dict[str, Rate]:

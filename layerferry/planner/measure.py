@@ -1,22 +1,20 @@
 """``probe``: measure this machine in a few seconds and remember it.
 
 On CUDA: matrix products, each link direction alone and both together, and AdamW while the link runs, as it does in
-a step. Everywhere: host memory traffic, the kernel, the disk tier. What cannot be measured keeps its default, and a note
-says what was lost. Checked by ``tests/planner/test_machine.py``.
+a step. Everywhere: host memory traffic, the kernel, a disk (``disk_rates.py``). What cannot be measured keeps its default, and
+a note says what was lost. Checked by ``tests/planner/test_machine.py``.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from layerferry.backends import Backend, Lane, make
-from layerferry.backends.cpu import CpuBackend
 from layerferry.backends.cuda import CudaBackend
 from layerferry.config import EngineConfig, cache_folder
 from layerferry.errors import LayerFerryError
@@ -26,8 +24,10 @@ from layerferry.optim.base import StepHyper
 from layerferry.optim.formats import StateFormat
 from layerferry.optim.load import load_kernels
 from layerferry.optim.reference import ReferenceKernels
+from layerferry.planner.disk_rates import measured_rates
 from layerferry.planner.host import cores
-from layerferry.planner.machine import Machine, Rate, assemble, default_rates, device_name, rates_file
+from layerferry.planner.machine import Machine, assemble, default_rates, device_name, rates_file
+from layerferry.planner.rate import Rate
 from layerferry.planner.stopwatch import (
     best_s,
     copied_bytes_per_s,
@@ -36,13 +36,9 @@ from layerferry.planner.stopwatch import (
     matmul_flops_per_s,
     triad_bytes_per_s,
 )
-from layerferry.store.disk import DiskTier
-from layerferry.store.scratch import ScratchFile
 from layerferry.store.store import plane_specs
 
 log = logging.getLogger(__name__)
-
-_DISK_BYTES, _DISK_UNITS = 64 << 20, 6
 
 
 def probe(engine: EngineConfig | None = None, *, quick: bool = False) -> Machine:
@@ -75,12 +71,12 @@ def probe(engine: EngineConfig | None = None, *, quick: bool = False) -> Machine
     measure("AdamW", lambda: {"optimizer_s_per_param": _update(backend, numel, StateFormat())})
     lean = StateFormat(master="24bit", moments="8bit")
     measure("AdamW, 8-bit", lambda: {"coded_optimizer_s_per_param": _update(backend, numel, lean)})
-    folder = Path(engine.disk_folder) if engine.disk_folder else cache_folder()
-    measure(f"the disk of {folder}", lambda: _disk(folder, 1 << 16 if quick else _DISK_BYTES))
+    disk = Path(engine.disk_folder) if engine.disk_folder else cache_folder()
+    found, more = measured_rates(disk, 1 << 16) if quick else measured_rates(disk)
     if isinstance(load_kernels(), ReferenceKernels):
         notes.append("the native kernels could not be built: the torch ones are ten times slower")
     _remember(device_name(backend), rates)
-    return assemble(engine, backend, rates, tuple(notes))
+    return assemble(engine, backend, rates | found, (*notes, *more))
 
 
 def _copies(numel: int) -> dict[str, float]:
@@ -111,38 +107,6 @@ def _update(backend: Backend, numel: int, state_format: StateFormat) -> float:
     loaded = best_s(update, runs=3) / numel
     backend.synchronize()
     return loaded
-
-
-def _disk(folder: Path, num_bytes: int) -> dict[str, float]:
-    """As the disk tier moves units of ``num_bytes``, checksums included: written, read, and both at once. Some disks do both in
-    less than the sum of their times: the rates are such that taking turns would need what both at once do."""
-    units, random = range(_DISK_UNITS), torch.frombuffer(bytearray(os.urandom(num_bytes)), dtype=torch.uint8)
-    tier = DiskTier(dict.fromkeys(units, "probe"), dict.fromkeys(units, num_bytes), CpuBackend(), ScratchFile(folder))
-
-    def moved() -> tuple[float, int, int]:
-        tier.settle()
-        return tier.busy_s, tier.bytes_read, tier.bytes_written
-
-    try:
-        for unit in units:
-            with tier.at_hand(unit, writes=True) as memory:
-                memory[:num_bytes].copy_(random)
-        written_s, _, written = moved()
-        for unit in units:
-            with tier.at_hand(unit, writes=False):
-                pass
-        read_s, read, _ = moved()
-        tier.expect(units)
-        for unit in units:
-            with tier.at_hand(unit, writes=True):
-                pass
-        both_s, all_read, all_written = moved()
-    finally:
-        tier.close()
-    read_rate, write_rate = read / (read_s - written_s), written / written_s
-    in_turn_s = (all_read - read) / read_rate + (all_written - written) / write_rate
-    gain = in_turn_s / (both_s - read_s)
-    return {"disk_read_bytes_per_s": gain * read_rate, "disk_write_bytes_per_s": gain * write_rate}
 
 
 def _remember(name: str, rates: dict[str, Rate]) -> None:

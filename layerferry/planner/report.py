@@ -91,7 +91,7 @@ def plan_for(config: Config) -> PlanReport:
         use_where_possible(model)
     skeleton = Skeleton(model, decays=decays, device=torch.device("cpu"), fp32=config.train.fp32)
     specs = plane_specs(optimizer_for(config.optim).state_planes)
-    machine = machine_for(config.engine, backend)
+    machine = machine_for(config.engine, backend, config.disk_folder)
     question = problem(Model.of(skeleton), specs, machine, config, config.data.cutoff_len)
     return PlanReport(question=question, decision=decide(question, calibrate.reader(skeleton, backend)))
 

@@ -15,7 +15,8 @@ from layerferry.engine.sizes import orthogonal_bytes
 from layerferry.layout import BLOCK_ELEMENTS, GRAD, GRAD_PLANE, MATRICES, OTHERS, SECTION_DTYPES, Layout, PlaneSpec
 from layerferry.optim.orthogonal import orthogonalises, stacks_of
 from layerferry.planner.facts import Model
-from layerferry.planner.machine import Machine, Rate
+from layerferry.planner.machine import Machine
+from layerferry.planner.rate import Rate
 
 OPTIMIZER_BYTES, CODED_OPTIMIZER_BYTES = 26.0, 12 + 4 / BLOCK_ELEMENTS
 """Moved for every parameter by the two updates that ``probe`` measures: fp32 master and moments; 24-bit master, 8-bit moments."""

@@ -22,6 +22,11 @@ ALIGN_BYTES = 4096
 """Address, position and length of a transfer past the page cache are multiples of the disk's block; no disk's is larger."""
 
 
+def existing(folder: Path) -> Path:
+    """``folder``, or the nearest one above it that is there."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+
+
 class ScratchFile:
     """Safe to use from any thread once it is open; transfers of all threads may overlap in time, but not in place."""
 
@@ -47,8 +52,7 @@ class ScratchFile:
 
     def free_bytes(self) -> int:
         """Bytes that this user may still write here."""
-        there = next(path for path in (self.folder.absolute(), *self.folder.absolute().parents) if path.exists())
-        return shutil.disk_usage(there).free
+        return shutil.disk_usage(existing(self.folder)).free
 
     def read_at(self, target: memoryview, position: int) -> None:
         """Fill ``target`` from ``position``."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from layerferry.backends.base import Backend
 from layerferry.layout import FP32_PLANE, GRAD, GRAD_PLANE, RESIDUE, RESIDUE_PLANE, WEIGHT, WEIGHT_PLANE, Entry, Plane, PlaneSpec
 from layerferry.master import join_master, split_master, split_master24
+from layerferry.store.away import away
 from layerferry.store.disk import DiskTier
 from layerferry.store.scratch import ScratchFile
 from layerferry.units import Unit
@@ -92,7 +93,7 @@ class Store:
     def _plane(self, backend: Backend, unit: Unit, kind: str, spec: PlaneSpec) -> Plane:
         num_bytes = unit.layout.bytes(spec)
         if unit.index in self.on_disk and kind not in TRAVELLING:
-            return Plane(unit.layout, spec, torch.empty(num_bytes, dtype=torch.uint8, device="meta"))
+            return Plane(unit.layout, spec, away(num_bytes, f"{kind} of {unit.name}"))
         if unit.index in self.on_device:
             return Plane(unit.layout, spec, backend.device_buffer(num_bytes))
         return Plane(unit.layout, spec, backend.host_buffer(num_bytes, travels=kind in TRAVELLING))

@@ -173,12 +173,15 @@ def test_plan_prints_its_table_and_then_says_what_does_not_fit(
 def test_verify_and_probe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     result = report(ok=True)
     stand_in(monkeypatch, "layerferry.verify", verify=lambda folder: result)
-    stand_in(monkeypatch, "layerferry.planner", probe=report)
+    probed: list[str | None] = []
+    stand_in(monkeypatch, "layerferry.planner", probe=lambda engine: probed.append(engine.disk_folder) or report())
     assert cli.main(["verify", "folder"]) == 0
     result.ok = False
     assert cli.main(["verify", "folder", "--json"]) == 1
     assert cli.main(["probe", "--json"]) == 0
-    assert capsys.readouterr().out == 'a table\n{"fact": 1}\n{"fact": 1}\n'
+    assert cli.main(["probe", "--disk", "folder", "--json"]) == 0
+    assert probed == [None, "folder"]
+    assert capsys.readouterr().out == 'a table\n{"fact": 1}\n{"fact": 1}\n{"fact": 1}\n'
 
 
 @pytest.fixture

@@ -11,15 +11,17 @@ from layerferry.errors import PlanError
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.base import Optimizer
 from layerferry.optim.formats import StateFormat
+from layerferry.optim.muon import Muon
 from layerferry.optim.sgd import SGD
 from layerferry.plan import Plan
 from layerferry.planner.books import Books, _Disk
 from layerferry.planner.choose import decide
 from layerferry.planner.facts import Model
 from layerferry.planner.held import DEVICE, DISK, HOST, planes
-from layerferry.planner.machine import Machine, Rate
+from layerferry.planner.machine import Machine
 from layerferry.planner.problem import Problem, fits, needs, problem
 from layerferry.planner.program import Piece, Program
+from layerferry.planner.rate import Rate
 from layerferry.planner.report import render
 from layerferry.planner.schedule import waits
 from layerferry.planner.search import _base, choices, search
@@ -45,8 +47,8 @@ def ask(name: str = "qwen2.5-7b", rows: int = 4, disk_gib: float = 500, disk: fl
 @pytest.mark.parametrize("fp32", [False, True])
 @pytest.mark.parametrize(
     "optimizer",
-    [AdamW(), AdamW(state_format=StateFormat(master="24bit", moments="8bit")), SGD(momentum=0.9)],
-    ids=["adamw", "8 bits", "sgd"],
+    [AdamW(), AdamW(state_format=StateFormat(master="24bit", moments="8bit")), SGD(momentum=0.9), Muon()],
+    ids=["adamw", "8 bits", "sgd", "muon"],
 )
 @pytest.mark.parametrize("on_disk", [(2,), (1, 2, 3), (0, 5)])
 def test_bytes_are_those_of_the_store(tmp_path: Path, optimizer: Optimizer, fp32: bool, on_disk: tuple[int, ...]) -> None:
