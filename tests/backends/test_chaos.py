@@ -90,7 +90,8 @@ def trained(backend: CpuBackend, plan: Plan, optimizer: Optimizer | None = None)
         engine.settle()
         at_home = [unit for unit in engine.store.units if unit.index not in plan.on_device]
         planes = [plane.buffer for unit in at_home for plane in engine.store.planes(unit).values()]
-        backend.touch(Lane.HOST, reads=planes)  # whoever settles reads, as saving does
+        here = [buffer for buffer in planes if buffer.device.type != "meta"]  # and not @disk
+        backend.touch(Lane.HOST, reads=here)  # whoever settles reads, as saving does
         return state(engine)
     finally:
         engine.deferred.close()
