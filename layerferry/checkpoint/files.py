@@ -12,6 +12,8 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
+from contextlib import suppress
 from pathlib import Path
 
 PIECE_BYTES = 1 << 30
@@ -119,12 +121,30 @@ def write_file(files: Files, path: Path, content: bytes) -> None:
 
 
 def replace_file(files: Files, path: Path, content: bytes) -> None:
-    """``path`` is the old file or the new one, whole, whatever happens."""
+    """``path`` is the old file or the new one, whole, whatever happens; where it was a link, the link goes and not its target."""
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     files.remove(partial)
-    write_file(files, partial, content)
-    files.rename(partial, path)
+    try:
+        write_file(files, partial, content)
+        files.rename(partial, path)
+    except OSError:
+        with suppress(OSError):
+            files.remove(partial)
+        raise
     files.sync_folder(path.parent)
+
+
+def read_small(path: Path, most_bytes: int) -> bytes:
+    """The content of a plain file; ``OSError`` for anything else (a pipe would be waited for), and for more than
+    ``most_bytes``."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as stream:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "not a plain file", str(path))
+        if found.st_size > most_bytes:
+            raise OSError(errno.EFBIG, f"{found.st_size} bytes, at most {most_bytes} make sense", str(path))
+        return stream.read()
 
 
 def reason_of(error: OSError) -> str:

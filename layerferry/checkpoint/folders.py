@@ -1,21 +1,26 @@
 """Which checkpoints an output folder has, which of them a run takes up, and which may go.
 
-``checkpoint-N`` is LLaMA-Factory's name. Beside them stands ``latest``, a line of JSON: the run that last wrote here, and its
-newest checkpoint. It settles the one case that numbers cannot: a run with ``overwrite_output_dir`` that stops early must not be
-"resumed" from a later checkpoint of the run that it has replaced. The marker moves last, so between a checkpoint's
-rename and the marker's the newer number of the same run is right. Checked by ``tests/checkpoint/test_folders.py``.
+``checkpoint-N`` is LLaMA-Factory's name, and N alone does not say whose it is: a run that was resumed from checkpoint-8 beside a
+checkpoint-12 leaves that one behind, as a run with ``overwrite_output_dir`` leaves all of them. So every process that trains is a
+*run* of its own, and its *line* names the runs that it goes on from, each with the step at which it was left. Both stand in every
+manifest, and in ``latest``, a line of JSON beside the checkpoints that a run writes before its first step. A checkpoint is
+*on the line* of a run if that run wrote it, or one before it up to the step where that was left. What is not is spoken of
+and left alone: it is neither taken up, nor counted, nor removed, until the run writes a checkpoint of the same name. The marker
+moves once more behind every save, but nothing depends on that: a checkpoint whose rename was the last deed of its run is on the
+line because of the run that wrote it. Checked by ``tests/checkpoint/test_folders.py`` and ``tests/reliability/test_machine.py``.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerferry.checkpoint.files import Files, replace_file
-from layerferry.checkpoint.manifest import Manifest
+from layerferry.checkpoint.files import Files, read_small, replace_file
+from layerferry.checkpoint.manifest import Manifest, is_line
 from layerferry.errors import CheckpointError
 
 LATEST = "latest"
@@ -23,14 +28,30 @@ PARTIAL = ".partial-"
 """Hidden folders that are being written or removed; leftovers of a run that was killed."""
 
 _NAME = re.compile(r"checkpoint-(\d{1,18})")
+_LEFTOVER = re.compile(rf"{re.escape(PARTIAL)}.*|\..+{re.escape(PARTIAL)}\d+")
+"""Of what is written under another name first: hidden folders, and files on their way into ``replace_file``."""
+
+MAX_MARKER_BYTES = 1 << 24
+
+
+Line = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latest:
-    """The run that an output folder belongs to, and the name of its newest checkpoint (None: it has none yet)."""
+    """The run that an output folder belongs to, and the name of the newest checkpoint on its line (None: it has none yet)."""
 
     run: str
     checkpoint: str | None
+    line: Line = ()
+
+    def has(self, manifest: Manifest) -> bool:
+        """Whether a checkpoint is on the line."""
+        return _is_on(manifest, self.run, self.line)
+
+
+def _is_on(manifest: Manifest, run: str, line: Line) -> bool:
+    return manifest.run == run or any(manifest.run == one and manifest.step <= step for one, step in line)
 
 
 def name_of(step: int) -> str:
@@ -54,33 +75,61 @@ def checkpoints(output_dir: Path) -> list[Path]:
 def read_latest(output_dir: Path) -> Latest | None:
     """The marker; None where there is none that can be read: numbers decide then."""
     try:
-        value = json.loads((output_dir / LATEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        value = json.loads(read_small(output_dir / LATEST, MAX_MARKER_BYTES).decode("utf-8"))
+    except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(value, dict) or not isinstance(value.get("run"), str):
+    if not isinstance(value, dict) or not isinstance(value.get("run"), str) or not is_line(value.get("line", [])):
         return None
     name = value.get("checkpoint")
-    return Latest(run=value["run"], checkpoint=name if isinstance(name, str) and _NAME.fullmatch(name) else None)
+    return Latest(
+        run=value["run"],
+        checkpoint=name if isinstance(name, str) and _NAME.fullmatch(name) else None,
+        line=tuple((run, step) for run, step in value.get("line", [])),
+    )
 
 
 def write_latest(files: Files, output_dir: Path, latest: Latest) -> None:
-    text = json.dumps({"run": latest.run, "checkpoint": latest.checkpoint}) + "\n"
+    text = json.dumps({"run": latest.run, "checkpoint": latest.checkpoint, "line": latest.line}) + "\n"
     replace_file(files, output_dir / LATEST, text.encode("utf-8"))
 
 
 def candidates(output_dir: Path) -> list[Path]:
-    """Checkpoints that the folder's own run may be resumed from, newest first. A damaged manifest counts as one: it must be
-    spoken of, not passed over."""
-    latest = read_latest(output_dir)
+    """Checkpoints that the folder's own run may be resumed from, newest first."""
+    return [path for path, _ in on_line(output_dir, read_latest(output_dir))]
+
+
+def on_line(output_dir: Path, latest: Latest | None) -> list[tuple[Path, Manifest | None]]:
+    """Checkpoints on the line of ``latest``, newest first; all of them where there is no marker.
+
+    One without a manifest that can be read (None) cannot say whose it is. Up to the number of the newest one on the line it
+    counts as one of them, for it must be spoken of and not passed over; beyond that it was left behind.
+    """
+    newest = -1 if latest is None or latest.checkpoint is None else step_of(Path(latest.checkpoint)) or 0
     found = []
     for path in checkpoints(output_dir):
-        try:
-            run = Manifest.read(path).run
-        except CheckpointError:
-            run = None
-        if latest is None or run is None or run == latest.run:
-            found.append(path)
-    return found
+        manifest, number = _manifest_of(path), step_of(path) or 0
+        if latest is None or (number <= newest if manifest is None else latest.has(manifest)):
+            found.append((number if manifest is None else manifest.step, path, manifest))
+    found.sort(key=lambda one: one[0], reverse=True)
+    return [(path, manifest) for _, path, manifest in found]
+
+
+def left_behind(output_dir: Path, latest: Latest) -> list[Path]:
+    """Checkpoints that are not on the line of ``latest``, newest first."""
+    own = {path for path, _ in on_line(output_dir, latest)}
+    return [path for path in checkpoints(output_dir) if path not in own]
+
+
+def newest_resumable(found: list[tuple[Path, Manifest | None]]) -> Path | None:
+    """The first of what ``on_line`` has found that is no model alone."""
+    return next((path for path, manifest in found if manifest is not None and manifest.resumable), None)
+
+
+def _manifest_of(folder: Path) -> Manifest | None:
+    try:
+        return Manifest.read(folder)
+    except CheckpointError:
+        return None
 
 
 def open_checkpoint(folder: Path) -> Manifest:
@@ -110,34 +159,46 @@ def with_offer(error: CheckpointError, folder: Path) -> CheckpointError:
 
 
 def older_whole(folder: Path) -> Path | None:
-    """The newest checkpoint beside ``folder`` that is older, can be resumed, and has no damage anywhere."""
-    step = step_of(folder)
+    """The newest checkpoint beside ``folder`` that comes before it, can be resumed, and has no damage anywhere."""
+    before = _comes_before(folder)
     with ThreadPoolExecutor(max_workers=4, thread_name_prefix="verify") as pool:
-        for path in checkpoints(folder.parent):
-            number = step_of(path)
-            if step is not None and number is not None and number >= step:
+        for path, manifest in on_line(folder.parent, None):
+            if manifest is None or path == folder or not before(manifest):
                 continue
             try:
-                manifest = Manifest.read(path)
                 manifest.check(path, pool)
             except CheckpointError:
                 continue
-            if manifest.resumable and path != folder:
+            if manifest.resumable:
                 return path
     return None
 
 
-def remove_old(files: Files, output_dir: Path, *, run: str, keep: int | None) -> list[Path]:
-    """Remove this run's oldest checkpoints beyond ``keep``; each leaves its name before its bytes go, so none is ever half."""
-    own = []
-    for path in checkpoints(output_dir):
-        try:
-            own += [path] if Manifest.read(path).run == run else []
-        except CheckpointError:
-            continue
-    gone = own[max(keep, 1) :] if keep is not None else []
+def _comes_before(folder: Path) -> Callable[[Manifest], bool]:
+    """Whether another one is older and on the same line: that of ``latest``, or ``folder``'s own where it was left behind."""
+    own, latest = _manifest_of(folder), read_latest(folder.parent)
+    step = step_of(folder) if own is None else own.step
+
+    def before(other: Manifest) -> bool:
+        if step is not None and other.step >= step:
+            return False
+        if latest is None:
+            return True
+        return latest.has(other) if own is None or latest.has(own) else _is_on(other, own.run, own.line)
+
+    return before
+
+
+def remove_old(files: Files, output_dir: Path, latest: Latest, *, keep: int | None) -> list[Path]:
+    """Remove the oldest checkpoints on the line beyond ``keep``, but never the newest one that can be resumed; each leaves its
+    name before its bytes go, so none is ever half. A folder with another name than its step's is somebody's own, and stays."""
     for hidden in output_dir.glob(f"{PARTIAL}re*"):  # replaced ones, and what could not be removed before
         files.remove(hidden)
+    if keep is None:
+        return []
+    found = on_line(output_dir, latest)
+    own = [path for path, manifest in found if manifest is not None and path.name == name_of(manifest.step)]
+    gone = [path for path in own[max(keep, 1) :] if path != newest_resumable(found)]
     for path in gone:
         hidden = output_dir / f"{PARTIAL}removed-{path.name}"
         files.rename(path, hidden)
@@ -149,5 +210,5 @@ def clear_leftovers(files: Files, output_dir: Path) -> None:
     """Remove what a killed run has left half written."""
     if output_dir.is_dir():
         for path in output_dir.iterdir():
-            if path.name.startswith(PARTIAL) or path.name.startswith(f".{LATEST}{PARTIAL}"):
+            if _LEFTOVER.fullmatch(path.name):
                 files.remove(path)

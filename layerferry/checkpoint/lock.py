@@ -2,7 +2,8 @@
 
 ``.layerferry.lock`` is held with ``flock`` while the run lives; the pid, host and time in it are for the message, never for
 the decision, so a crash leaves nothing to clean up. Where the file system has no locks (some network mounts), pid and host
-decide: an owner on this host that no longer runs is gone. Checked by ``tests/checkpoint/test_lock.py``.
+decide: an owner on this host that no longer runs is gone. The file is written in place, so it must be a plain file with one
+name: a link would have its target emptied. Checked by ``tests/checkpoint/test_lock.py``.
 """
 
 from __future__ import annotations
@@ -12,52 +13,96 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from layerferry.checkpoint.files import reason_of
 from layerferry.errors import ConfigError
 
 LOCK = ".layerferry.lock"
+MOST_TRIES = 1000
+"""Of taking a lock whose file or folder others keep removing."""
 NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 
 
 class FolderLock:
-    """Held from construction until it is closed. Makes a missing folder, and takes it away again when it stays empty."""
+    """Held from construction until it is closed. Makes a missing folder, and takes it away again when it stays empty.
+
+    ``ConfigError`` where another run has it, or where the folder or the lock's file cannot be made."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._path = folder, folder / LOCK
-        self._made = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        self._descriptor = self._take()
+        self._made: list[Path] = []
+        try:
+            self._made = [path for path in (folder, *folder.parents) if not path.exists()]
+            self._descriptor = self._take()
+        except (OSError, ConfigError) as error:
+            self._take_away()
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"output_dir: {self._reason(error)}") from error
         owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, (json.dumps(owner) + "\n").encode(), 0)
+        try:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, (json.dumps(owner) + "\n").encode(), 0)
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"output_dir: {self._reason(error)}") from error
 
     def _take(self) -> int:
-        while True:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        for _ in range(MOST_TRIES):
+            self._folder.mkdir(parents=True, exist_ok=True)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                owner = _owner(descriptor)
-                if error.errno not in NO_LOCKS:
-                    os.close(descriptor)
-                    raise ConfigError(_refusal(self._folder, owner)) from error
-                if _may_live(owner):
-                    os.close(descriptor)
-                    reason = f"{_refusal(self._folder, owner)}; if it is gone, remove {self._path}"
-                    raise ConfigError(reason) from error
+                descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+            except FileNotFoundError:
+                continue  # the run before has just taken away the folder that it had made
+            self._lock(descriptor)
             if _is_still(descriptor, self._path):
                 return descriptor
             os.close(descriptor)  # the run before removed the file between our opening and our locking
+        raise OSError(errno.EBUSY, "the folder comes and goes: is another program removing it?")
+
+    def _lock(self, descriptor: int) -> None:
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+                raise ConfigError(f"output_dir: {self._path} is no file of its own: remove it")
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = _owner(descriptor)
+            if error.errno not in NO_LOCKS:
+                os.close(descriptor)
+                raise ConfigError(_refusal(self._folder, owner)) from error
+            if _may_live(owner):
+                os.close(descriptor)
+                reason = f"{_refusal(self._folder, owner)}; if it is gone, remove {self._path}"
+                raise ConfigError(reason) from error
+        except ConfigError:
+            os.close(descriptor)
+            raise
+
+    def _reason(self, error: OSError) -> str:
+        """What is in the way of the folder or of the file, and what to do."""
+        if error.errno in (errno.ELOOP, errno.EISDIR) and os.path.lexists(self._path):
+            kind = "link" if self._path.is_symlink() else "directory"
+            return f"{self._path} is a {kind}, and the lock is written there: remove it"
+        if error.errno in (errno.EEXIST, errno.ENOTDIR):
+            there = next((path for path in (self._folder, *self._folder.parents) if os.path.lexists(path)), self._folder)
+            kind = "a link to nothing" if there.is_symlink() else "no folder"
+            return f"{self._folder} cannot be written: {there} is {kind}: name another"
+        return f"{self._folder} cannot be written: {reason_of(error)}"
 
     def close(self) -> None:
         """Let the folder go."""
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
+        self._take_away()
+
+    def _take_away(self) -> None:
         for path in self._made:
             with suppress(OSError):
                 path.rmdir()
@@ -72,7 +117,7 @@ class FolderLock:
 def _owner(descriptor: int) -> dict[str, object]:
     try:
         value = json.loads(os.pread(descriptor, 4096, 0).decode())
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -99,6 +144,6 @@ def _may_live(owner: dict[str, object]) -> bool:
 
 def _is_still(descriptor: int, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
         return False

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from layerferry.checkpoint.checksum import CHUNK_BYTES, damaged_chunk
-from layerferry.checkpoint.files import reason_of
+from layerferry.checkpoint.files import read_small, reason_of
 from layerferry.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 MAX_MANIFEST_BYTES = 1 << 28
 
 _NAME = re.compile(r"[A-Za-z0-9_\-][A-Za-z0-9_.\-]{0,200}")
@@ -42,7 +42,9 @@ class Manifest:
     """What a checkpoint says of itself."""
 
     run: str
-    """The run that wrote it, and every run that was resumed from that one."""
+    """The run that wrote it: one process, from its start to its end."""
+    line: tuple[tuple[str, int], ...] = ()
+    """The runs before that one, oldest first, each with the step at which it was left: where this checkpoint comes from."""
     step: int
     resumable: bool
     """False: the model only (``save_only_model``)."""
@@ -55,6 +57,7 @@ class Manifest:
         body = {
             "format": FORMAT,
             "run": self.run,
+            "line": [list(one) for one in self.line],
             "step": self.step,
             "resumable": self.resumable,
             "state_planes": dict(self.state_planes),
@@ -69,18 +72,15 @@ class Manifest:
         """The manifest of ``folder``; ``CheckpointError`` where it is missing, damaged, or of another format."""
         path = folder / MANIFEST
         try:
-            if path.stat().st_size > MAX_MANIFEST_BYTES:
-                raise CheckpointError(f"{path}: larger than any manifest")
-            text = path.read_bytes()
+            text = read_small(path, MAX_MANIFEST_BYTES)
         except FileNotFoundError:
             raise CheckpointError(f"{folder}: no {MANIFEST}: no checkpoint of ours, or one never finished") from None
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {reason_of(error)}") from error
         try:
-            value = json.loads(text.decode("utf-8"))
+            return cls.parse(json.loads(text.decode("utf-8")), path)
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: damaged: {str(error)[:200]}") from error
-        return cls.parse(value, path)
 
     @classmethod
     def parse(cls, value: Any, path: Path) -> Manifest:
@@ -98,6 +98,7 @@ class Manifest:
         files = {name: FileRecord(num_bytes=one["bytes"], sums=tuple(one["crc32"])) for name, one in body["files"].items()}
         return cls(
             run=body["run"],
+            line=tuple((run, step) for run, step in body["line"]),
             step=body["step"],
             resumable=body["resumable"],
             state_planes=body["state_planes"],
@@ -142,7 +143,8 @@ def _sum(body: Mapping[str, Any]) -> int:
 def _first_wrong(body: Mapping[str, Any]) -> str | None:
     """The first key whose value cannot be right."""
     checks = {
-        "run": lambda v: isinstance(v, str) and _RUN.fullmatch(v),
+        "run": _is_run,
+        "line": is_line,
         "step": _is_count,
         "resumable": lambda v: isinstance(v, bool),
         "state_planes": _is_texts,
@@ -151,6 +153,17 @@ def _first_wrong(body: Mapping[str, Any]) -> str | None:
         "versions": _is_texts,
     }
     return next((key for key, is_right in checks.items() if not is_right(body.get(key))), None)
+
+
+def is_line(value: object) -> bool:
+    """Whether ``value`` is a ``Manifest.line`` as JSON gives it."""
+    return isinstance(value, list) and all(
+        isinstance(one, list) and len(one) == 2 and _is_run(one[0]) and _is_count(one[1]) for one in value
+    )
+
+
+def _is_run(value: object) -> bool:
+    return isinstance(value, str) and _RUN.fullmatch(value) is not None
 
 
 def _is_count(value: object) -> bool:

@@ -35,6 +35,10 @@ UNSIGNED_MOMENTS = (EXP_AVG_SQ,)
 logger = logging.getLogger(__name__)
 
 
+class OtherState(CheckpointError):
+    """The checkpoint is whole, and of other settings than the run: an older one would not fit either."""
+
+
 def check_weights(folder: Path, manifest: Manifest) -> None:
     """Sum everything but the state files: what is read before ``restore``."""
     with ThreadPoolExecutor(max_workers=4, thread_name_prefix="verify") as pool:
@@ -47,8 +51,8 @@ def restore(engine: Engine, folder: Path, manifest: Manifest) -> None:
     """Residues, optimizer planes and step number; the weights are there already."""
     _check_optimizer(engine, folder, manifest)
     state = _State(folder, manifest)
-    state.check_names(engine)
     with ThreadPoolExecutor(max_workers=4, thread_name_prefix="verify") as pool:
+        state.check_names(engine, pool)
         for unit in engine.store.units:
             state.check_files(unit, pool)
             with engine.store.at_hand(unit):
@@ -112,8 +116,9 @@ class _State:
     def has(self, kind: str, parameter: str) -> bool:
         return SEPARATOR.join((kind, parameter)) in self._home
 
-    def check_names(self, engine: Engine) -> None:
-        """The same trained parameters, and every plane of each: no more, no less."""
+    def check_names(self, engine: Engine, pool: ThreadPoolExecutor) -> None:
+        """The same trained parameters, and every plane of each: no more, no less. A name that a flipped bit has changed is
+        damage, so the files are summed before anything else is said."""
         entries = [(unit.names[entry.name], entry) for unit in engine.store.units for entry in unit.layout.entries]
         expected = set()
         for kind, dtype in self._manifest.state_planes.items():
@@ -124,8 +129,10 @@ class _State:
         missing = sorted(expected - set(self._home))
         surplus = sorted(set(self._home) - expected - residues)
         if missing or surplus:
+            for file in self._files:
+                self._manifest.check_file(self.folder, file, pool)
             what = f"{missing[0]} is missing" if missing else f"{surplus[0]} belongs to no parameter"
-            raise CheckpointError(
+            raise OtherState(
                 f"{self.folder}: the state of another model, or of other trained parameters (finetuning_type, freeze_...): {what}"
             )
 
@@ -148,7 +155,7 @@ class _State:
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         file = self._files[self._home[name]]
         if file.shape(name) != shape:
-            raise CheckpointError(f"{file.path}: {name} has shape {file.shape(name)}, the model's has {shape}")
+            raise OtherState(f"{file.path}: {name} has shape {file.shape(name)}, the model's has {shape}")
         return file.read(name)
 
 
@@ -156,7 +163,7 @@ def _check_optimizer(engine: Engine, folder: Path, manifest: Manifest) -> None:
     """The optimizer must keep the very moments that were saved; in how many bits is its own affair."""
     own, saved = element_names(engine), dict(manifest.state_planes)
     if own.keys() != saved.keys() or not {*own.values(), *saved.values()} <= {"F32", CODES}:
-        raise CheckpointError(
+        raise OtherState(
             f"{folder}: its optimizer kept {_planes(saved)}, this run's keeps {_planes(own)}: resume with the "
             "optimizer of the run, or start anew from its weights (model_name_or_path)"
         )

@@ -15,6 +15,7 @@ it is kept for ``take_outcome``. Checked by ``tests/checkpoint/test_save.py`` an
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -31,7 +32,7 @@ from layerferry.checkpoint.checksum import sums_of
 from layerferry.checkpoint.contents import Contents, Piece, element_names
 from layerferry.checkpoint.copies import Room
 from layerferry.checkpoint.files import Files, reason_of, write_file
-from layerferry.checkpoint.folders import PARTIAL, Latest, name_of, remove_old, write_latest
+from layerferry.checkpoint.folders import PARTIAL, Latest, Line, name_of, remove_old, write_latest
 from layerferry.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 from layerferry.checkpoint.writer import Writing, disk_threads
 from layerferry.engine.deferred import Hold
@@ -75,13 +76,16 @@ class Saver:
         output_dir: Path,
         *,
         run: str,
+        line: Line = (),
         keep: int | None = None,
         model_only: bool = False,
         files: Files | None = None,
         spare_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``spare_bytes``: host memory that copies may take, asked when a checkpoint begins."""
-        self._engine, self._output_dir, self._run, self._keep = engine, output_dir, run, keep
+        """``line``: the runs that ``run`` goes on from (``folders``). ``spare_bytes``: host memory that copies may take, asked when
+        a checkpoint begins."""
+        self._engine, self._output_dir, self._keep = engine, output_dir, keep
+        self._run, self._line = run, line
         self._model_only = model_only
         self._files = files or Files()
         self._contents = Contents(engine, model_only=model_only)
@@ -190,8 +194,9 @@ class Saver:
     def _tidy(self, folder: Path) -> str | None:
         """What follows a checkpoint that is whole: ``latest`` moves, old ones go. A fault here costs nothing but room."""
         try:
-            write_latest(self._files, self._output_dir, Latest(run=self._run, checkpoint=folder.name))
-            for path in remove_old(self._files, self._output_dir, run=self._run, keep=self._keep):
+            latest = Latest(run=self._run, line=self._line, checkpoint=folder.name)
+            write_latest(self._files, self._output_dir, latest)
+            for path in remove_old(self._files, self._output_dir, latest, keep=self._keep):
                 logger.info("removed %s: save_total_limit", path)
         except OSError as error:
             return f"earlier checkpoints could not be removed: {reason_of(error)}"
@@ -209,6 +214,7 @@ class Saver:
             records[name] = FileRecord(num_bytes=len(content), sums=sums_of(content))
         manifest = Manifest(
             run=self._run,
+            line=self._line,
             step=step,
             resumable=not self._model_only,
             state_planes=element_names(self._engine),
@@ -293,7 +299,7 @@ class Saver:
             self.bytes_written += num_bytes
 
     def _put_in_place(self, partial: Path, folder: Path) -> None:
-        if folder.exists():  # of an earlier run, or of the run before it was taken up at an older checkpoint
+        if os.path.lexists(folder):  # of an earlier run, or of the run before it was taken up at an older checkpoint
             hidden = self._output_dir / f"{PARTIAL}replaced-{folder.name}"
             self._files.remove(hidden)
             self._files.rename(folder, hidden)

@@ -6,9 +6,11 @@ Checked by ``tests/data/test_samples.py``.
 
 from __future__ import annotations
 
+import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, overload
 
 import numpy as np
@@ -78,6 +80,15 @@ class SampleSet(Sequence[Sample]):
     @property
     def lengths(self) -> NDArray[np.int64]:
         return np.diff(self.offsets)
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """Of all that a row is made of: ids, labels, positions, and where it ends. A second for 250 million tokens, once."""
+        found = zlib.crc32(self.offsets.tobytes(), int(self.isolated))
+        for values in (self.ids, self.labels, self.positions):
+            if values is not None:
+                found = zlib.crc32(np.ascontiguousarray(values).data, found)
+        return found
 
     def state(self) -> dict[str, Any]:
         """Arrays by name, for ``tokenized_path``; ``of_state`` is its inverse."""

@@ -1,47 +1,82 @@
 """The output folder: whether it may be used, and how files get into it whole.
 
-It is tried before a model is loaded: an unwritable place, or the results of another run, are found in a second
-instead of after an hour. Trying leaves nothing behind. Whatever is large is written into a hidden folder inside the
-output folder, on the same file system, and moved at the end. Checked by ``tests/trainer/test_folder.py``.
+It is locked and tried before anything else: an unwritable place, a directory where a file belongs, another run or its
+results are found in a second instead of after an hour. Trying leaves nothing behind. Whatever is large is written into a hidden
+folder inside the output folder, on the same file system, and moved at the end. Checked by ``tests/trainer/test_folder.py``.
 """
 
 from __future__ import annotations
 
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from layerferry.checkpoint.files import Files
-from layerferry.checkpoint.folders import PARTIAL, clear_leftovers
+from layerferry.checkpoint.files import Files, reason_of
+from layerferry.checkpoint.folders import LATEST, PARTIAL, clear_leftovers
+from layerferry.checkpoint.lock import FolderLock
 from layerferry.config import TrainConfig
 from layerferry.errors import ConfigError
 from layerferry.trainer.history import LOG_NAME
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin"}
+OWN_SUFFIXES = {".json", ".jsonl", ".jinja", ".md", ".png", ".safetensors"}
+"""Of the files that a run leaves in its folder."""
 
 
-def check_folder(config: TrainConfig) -> None:
-    """Raise ConfigError where the run could not write its results; whose results are there already is ``resume``'s question."""
+def claim(config: TrainConfig) -> FolderLock:
+    """The output folder for this run alone. ConfigError where another run has it, or the results could not be written there;
+    whose results are there already is ``resume``'s question, and no longer changes while it is asked."""
     if not config.output_dir.strip():
         raise ConfigError("output_dir: empty; name the folder that the results go to")
     folder = Path(config.output_dir)
+    lock = FolderLock(folder)
     try:
-        _try_writing(folder)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"layerferry")
+        for path in sorted(folder.iterdir()):
+            _check_place(path)
     except OSError as error:
-        raise ConfigError(f"output_dir: {folder} cannot be written: {error.strerror or error}") from error
+        lock.close()
+        raise ConfigError(f"output_dir: {folder} cannot be written: {reason_of(error)}") from error
+    except ConfigError:
+        lock.close()
+        raise
+    return lock
+
+
+def _check_place(path: Path) -> None:
+    """Raise where a file of the run could not be put: found now, and not after the last step."""
+    if path.name != LATEST and path.suffix not in OWN_SUFFIXES:
+        return
+    mode = path.lstat().st_mode
+    if stat.S_ISLNK(mode) and path.name == LOG_NAME:
+        raise ConfigError(f"output_dir: {path} is a link, and the log is written in place: remove it")
+    if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+        kind = "directory" if stat.S_ISDIR(mode) else "device or pipe"
+        raise ConfigError(f"output_dir: {path} is a {kind} where a file of the run belongs: move it away")
 
 
 def earlier_results(folder: Path) -> str | None:
     """The name of a checkpoint or weight file in ``folder``, if there is one."""
     if not folder.is_dir():
         return None
-    for path in sorted(folder.iterdir()):
-        is_checkpoint = path.is_dir() and path.name.startswith("checkpoint-")
-        if is_checkpoint or (path.is_file() and path.suffix in WEIGHT_SUFFIXES and path.name != "training_args.bin"):
-            return path.name
-    return None
+    return next((path.name for path in sorted(folder.iterdir()) if _is_checkpoint(path) or _is_weights(path)), None)
+
+
+def earlier_weights(folder: Path) -> str | None:
+    """The name of a weight file in ``folder``, if there is one."""
+    return next((path.name for path in sorted(folder.iterdir()) if _is_weights(path)), None) if folder.is_dir() else None
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return path.is_dir() and path.name.startswith("checkpoint-")
+
+
+def _is_weights(path: Path) -> bool:
+    return path.is_file() and path.suffix in WEIGHT_SUFFIXES and path.name != "training_args.bin"
 
 
 def open_folder(config: TrainConfig, *, resumes: bool = False) -> Path:
@@ -65,16 +100,3 @@ def whole_files(folder: Path) -> Iterator[Path]:
             path.replace(folder / path.name)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-
-
-def _try_writing(folder: Path) -> None:
-    """Write and remove a file in ``folder``; folders made for that are removed too."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"layerferry")
-    finally:
-        for path in missing:
-            if path.is_dir():
-                path.rmdir()

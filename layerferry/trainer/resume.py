@@ -1,9 +1,10 @@
 """Which checkpoint a run takes up: LLaMA-Factory's rules.
 
-An explicit ``resume_from_checkpoint`` is taken; without one, the newest checkpoint of ``output_dir``, unless
-``overwrite_output_dir``. Weights without a checkpoint are an error: they are the results of a run that has ended.
-A checkpoint that is damaged, foreign or of a model alone is found here, and the next older whole one is named.
-Checked by ``tests/trainer/test_resume.py``.
+An explicit ``resume_from_checkpoint`` is taken; without one, the newest checkpoint on the line of ``output_dir`` (``folders``),
+unless ``overwrite_output_dir``. Weights without a checkpoint are an error: they are the results of a run that has ended; told to
+start anew all the same, a run says what it passes over. A checkpoint that is damaged or of a model alone is found here,
+and the next older whole one is named; where the settings are another run's, an older one would not fit either, and none
+is. Checked by ``tests/trainer/test_resume.py``.
 """
 
 from __future__ import annotations
@@ -12,13 +13,24 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from layerferry.checkpoint.folders import candidates, checkpoints, open_checkpoint, read_latest, with_offer
+from layerferry.checkpoint.folders import (
+    Latest,
+    candidates,
+    checkpoints,
+    left_behind,
+    newest_resumable,
+    on_line,
+    open_checkpoint,
+    read_latest,
+    step_of,
+    with_offer,
+)
 from layerferry.checkpoint.manifest import Manifest
-from layerferry.checkpoint.restore import check_weights, restore
+from layerferry.checkpoint.restore import OtherState, check_weights, restore
 from layerferry.config import RESUME_NEVER, RESUME_NEWEST, TrainConfig
 from layerferry.engine.engine import Engine
 from layerferry.errors import CheckpointError, ConfigError
-from layerferry.trainer.folder import earlier_results
+from layerferry.trainer.folder import earlier_results, earlier_weights
 from layerferry.trainer.state import RunState
 
 logger = logging.getLogger("layerferry.trainer")
@@ -43,6 +55,8 @@ class Start:
         """Give ``engine``, which has the checkpoint's weights, the rest of its state."""
         try:
             restore(engine, self.folder, self.manifest)
+        except OtherState:
+            raise
         except CheckpointError as error:
             raise with_offer(error, self.folder) from error
 
@@ -59,15 +73,28 @@ def find_start(config: TrainConfig) -> Start | None:
         raise with_offer(error, folder) from error
 
 
+def latest_of(start: Start | None, run: str, output_dir: Path) -> Latest:
+    """The marker of a run that begins at ``start``."""
+    if start is None:
+        return Latest(run=run, checkpoint=None)
+    beside = start.folder.resolve().parent == output_dir.resolve()
+    return Latest(
+        run=run,
+        checkpoint=start.folder.name if beside and step_of(start.folder) is not None else None,
+        line=(*start.manifest.line, (start.manifest.run, start.manifest.step)),
+    )
+
+
 def _folder(config: TrainConfig) -> Path | None:
     output_dir, wish = Path(config.output_dir), config.resume_from_checkpoint
-    if not config.do_train or wish == RESUME_NEVER:
+    if not config.do_train:
         return None
-    if wish not in (None, RESUME_NEWEST):
+    if wish not in (None, RESUME_NEWEST, RESUME_NEVER):
         assert wish is not None
         return Path(wish)
-    if wish is None and config.overwrite_output_dir:
-        _say_what_is_passed_over(output_dir)
+    if wish == RESUME_NEVER or (wish is None and config.overwrite_output_dir):
+        key = "resume_from_checkpoint is false" if wish == RESUME_NEVER else "overwrite_output_dir is true"
+        _say_what_is_passed_over(output_dir, key)
         return None
     found = candidates(output_dir)
     if found:
@@ -90,12 +117,30 @@ def _folder(config: TrainConfig) -> Path | None:
     return None
 
 
-def _say_what_is_passed_over(output_dir: Path) -> None:
-    """A run that starts anew beside a checkpoint says so: the key may stand in the file from another day."""
+def _say_what_is_passed_over(output_dir: Path, key: str) -> None:
+    """A run that starts anew beside results says so: the key may stand in the file from another day."""
     for folder in checkpoints(output_dir)[:1]:
         try:
             resumable = Manifest.read(folder).resumable
         except CheckpointError:
             resumable = False
         remedy = f"; resume_from_checkpoint={folder} goes on from it" if resumable else ""
-        logger.info("%s is left alone: overwrite_output_dir is true%s", folder.name, remedy)
+        logger.info("%s is left alone: %s%s", folder.name, key, remedy)
+    weights = earlier_weights(output_dir)
+    if weights is not None:
+        logger.info("%s of an earlier run is replaced when this one ends: %s", output_dir / weights, key)
+
+
+def say_what_is_left_behind(start: Start, latest: Latest, output_dir: Path, *, model_only: bool, keep: int | None) -> None:
+    """Checkpoints that the run does not go on from, and the one that its limit spares."""
+    others = left_behind(output_dir, latest)
+    if others:
+        names = ", ".join(path.name for path in others)
+        logger.warning(
+            "%s: not on the line of %s, which this run goes on from: left alone and not counted by save_total_limit, until a "
+            "checkpoint of the same name is written (resume_from_checkpoint: %s goes back to that line)",
+            *(names, start.folder.name, others[0]),
+        )
+    spared = newest_resumable(on_line(output_dir, latest)) if model_only and keep is not None else None
+    if spared is not None:
+        logger.info("%s stays beside save_total_limit: %d: save_only_model writes none that can be resumed", spared.name, keep)

@@ -1,9 +1,9 @@
 """``train``: from a configuration to a trained model and its records.
 
-Order: whatever can be refused cheaply (trackers, output folder, data) comes before the model is loaded, and the plan
-is shown before the first step. A checkpoint that is resumed is checked before its bytes are used. Nothing but the lock is
-written into the output folder before the engine stands. Leaves out: reading files of settings (``interop``).
-Checked by ``tests/trainer/test_train.py``.
+Order: the output folder is locked first, so that nobody else changes what is found there; whatever can be refused cheaply
+(trackers, the folder, data) comes before the model is loaded, and the plan is shown before the first step. A checkpoint that
+is resumed is checked before its bytes are used. Nothing but the lock is written into the output folder before the engine stands.
+Leaves out: reading files of settings (``interop``). Checked by ``tests/trainer/test_train.py``.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from typing import Any
 
 from layerferry import api
 from layerferry.backends import make
-from layerferry.checkpoint.files import Files
-from layerferry.checkpoint.folders import Latest, checkpoints, write_latest
-from layerferry.checkpoint.lock import FolderLock
+from layerferry.checkpoint.files import Files, reason_of
+from layerferry.checkpoint.folders import LATEST, candidates, write_latest
 from layerferry.checkpoint.save import Saver
 from layerferry.config import Config
 from layerferry.data import DataSets, Sampler, SampleSet, build, tokenizer
 from layerferry.data.batches import PAD_MULTIPLE
 from layerferry.engine.anomaly import WatchfulTape
 from layerferry.engine.engine import Engine
-from layerferry.errors import ConfigError, DiskTierError
+from layerferry.errors import CheckpointError, ConfigError, DiskTierError
 from layerferry.interop.checks import check
 from layerferry.models.build import read_config
 from layerferry.optim.base import Optimizer
@@ -45,14 +44,14 @@ from layerferry.trainer.card import model_card
 from layerferry.trainer.checkpoints import Checkpoints, save_model, side_files
 from layerferry.trainer.determinism import deterministic_kernels
 from layerferry.trainer.disk import DiskWatch
-from layerferry.trainer.folder import check_folder, open_folder
+from layerferry.trainer.folder import claim, open_folder
 from layerferry.trainer.history import History, clock_time
 from layerferry.trainer.loop import Loop
 from layerferry.trainer.meter import Meter
 from layerferry.trainer.plots import plot_history
 from layerferry.trainer.progress import progress
 from layerferry.trainer.reporters import open_reporters, tracker_names
-from layerferry.trainer.resume import Start, find_start
+from layerferry.trainer.resume import Start, find_start, latest_of, say_what_is_left_behind
 from layerferry.trainer.retreat import retreat
 from layerferry.trainer.state import RunState, changes, check_data, data_facts, settings_of
 from layerferry.trainer.timeline import StepRecorder
@@ -71,10 +70,14 @@ def train(config: Config) -> None:
     """Run what ``config`` asks for: training, evaluation, or both."""
     check(config)  # once more where a file was read; a configuration made in Python has seen none of it
     trackers = tracker_names(config.train.report_to)
-    check_folder(config.train)
-    start = find_start(config.train)
     if not (config.train.do_train or wants_evaluation(config)):
         raise ConfigError("nothing to do: set do_train: true, do_eval: true, or both")
+    with claim(config.train):  # before anything in the folder is looked at
+        _train(config, trackers)
+
+
+def _train(config: Config, trackers: list[str]) -> None:
+    start = find_start(config.train)
     loaded = tokenizer.load(config)
     data = build(config, loaded.tokenizer)
     check_rows(config, data)
@@ -87,7 +90,6 @@ def train(config: Config) -> None:
     with ExitStack() as stack:
         if config.train.full_determinism:
             stack.enter_context(deterministic_kernels())
-        stack.enter_context(FolderLock(Path(config.train.output_dir)))
         if start is not None:
             check_start(start, config, data, sampler, total_steps)
         backend = make(config.engine.device)
@@ -173,13 +175,14 @@ def check_start(start: Start, config: Config, data: DataSets, sampler: Sampler, 
 
 
 def saver_of(config: Config, engine: Engine, folder: Path, start: Start | None) -> Saver:
-    """The writer of this run's checkpoints; refuses a disk without room for one of them and the model."""
-    train = config.train
-    run = secrets.token_hex(8) if start is None else start.manifest.run
+    """The writer of this run's checkpoints, with the marker that makes the folder this run's; refuses a disk without room for one
+    checkpoint and the model."""
+    train, latest = config.train, latest_of(start, secrets.token_hex(8), folder)
     saver = Saver(
         engine,
         folder,
-        run=run,
+        run=latest.run,
+        line=latest.line,
         keep=train.save_total_limit,
         model_only=train.save_only_model,
         spare_bytes=lambda: spare_bytes(config, engine.plan),
@@ -189,8 +192,12 @@ def saver_of(config: Config, engine: Engine, folder: Path, start: Start | None) 
             saver.check_model_space()
         else:
             saver.check_space(more_bytes=saver.model_bytes)
-        if start is None:
-            write_latest(Files(), folder, Latest(run=run, checkpoint=None))
+        if start is not None:
+            say_what_is_left_behind(start, latest, folder, model_only=train.save_only_model, keep=train.save_total_limit)
+        try:
+            write_latest(Files(), folder, latest)
+        except OSError as error:
+            raise CheckpointError(f"{folder / LATEST} cannot be written: {reason_of(error)}") from error
     return saver
 
 
@@ -282,7 +289,7 @@ def run(loop: Loop, folder: Path) -> None:
 
 def _goes_on(folder: Path) -> str:
     """From where the same command takes a run up whose disk tier has failed."""
-    newest = checkpoints(folder)[:1]
+    newest = candidates(folder)[:1]
     start = f"goes on from {newest[0].name}" if newest else "starts anew"
     return f"the same command {start}; disk_folder names another disk"
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ from layerferry.errors import CheckpointError
 from layerferry.trainer.history import LOG_NAME, Entry
 
 RUN_STATE = "run.json"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(kw_only=True)
@@ -94,15 +93,15 @@ class RunState:
             )
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise CheckpointError(f"{path}: not the state of a run: {error!r}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+            raise CheckpointError(f"{path}: not the state of a run: {repr(error)[:200]}") from error
 
 
 def data_facts(sampler: Sampler, samples: SampleSet) -> dict[str, Any]:
     """By what a changed data set, or another order of it, is noticed."""
     return {
         "rows": len(samples),
-        "lengths": zlib.crc32(samples.lengths.tobytes()),
+        "content": samples.fingerprint,
         "seed": sampler.seed,
         "shuffle": sampler.shuffle,
         "usable": sampler.usable,
@@ -113,14 +112,14 @@ def check_data(folder: Path, saved: Mapping[str, Any], found: Mapping[str, Any])
     """The cursor means nothing in another order of rows."""
     names = {
         "rows": "number of training rows",
-        "lengths": "length of some row, in tokens",
+        "content": "row somewhere (ids, labels or order: other files, tokenizer, template or cutoff_len)",
         "seed": "seed of the order (data_seed, seed)",
         "shuffle": "disable_shuffling",
         "usable": "number of rows an epoch uses",
     }
     for key, name in names.items():
         if saved.get(key) != found[key]:
-            change = "" if key == "lengths" else f": {saved.get(key)} then, {found[key]} now"
+            change = "" if key == "content" else f": {saved.get(key)} then, {found[key]} now"
             raise CheckpointError(
                 f"{folder}: the data is not that of the checkpoint: another {name}{change}. Restore it to resume exactly; to "
                 "train on other data, start anew with model_name_or_path set to the checkpoint and another output_dir"

@@ -48,7 +48,7 @@ class BreakingFiles(QuickFiles):
         self._lock = threading.Lock()
         self._paths: dict[int, Path] = {}
         self._unsynced: dict[Path, int] = {}  # file -> bytes that are safe
-        self._renames: list[tuple[Path, Path]] = []
+        self._renames: list[tuple[Path, Path, bytes | None]] = []  # and the file that was replaced
 
     def _hit(self, name: str, arguments: tuple[Any, ...]) -> None:
         if self.dead:
@@ -75,9 +75,11 @@ class BreakingFiles(QuickFiles):
         raise Killed
 
     def _lose(self) -> None:
-        for source, target in reversed(self._renames):
+        for source, target, replaced in reversed(self._renames):
             if target.exists():
                 os.rename(target, source)
+                if replaced is not None:
+                    target.write_bytes(replaced)
                 moved = {path: safe for path, safe in self._unsynced.items() if path.is_relative_to(target)}
                 for path, safe in moved.items():
                     self._unsynced[source / path.relative_to(target)] = safe
@@ -91,6 +93,7 @@ def _breaking(name: str) -> Any:
 
     def operation(self: BreakingFiles, *arguments: Any) -> Any:
         self._hit(name, arguments)
+        replaced = arguments[1].read_bytes() if name == "rename" and arguments[1].is_file() else None
         result = real(self, *arguments)
         if name in ("create", "create_large"):
             self._paths[result] = arguments[0]
@@ -99,11 +102,11 @@ def _breaking(name: str) -> Any:
             self._unsynced.pop(self._paths[arguments[0]], None)
         elif name == "rename":
             source, target = arguments
-            self._renames.append((source, target))
+            self._renames.append((source, target, replaced))
             for path in [path for path in self._unsynced if path.is_relative_to(source)]:
                 self._unsynced[target / path.relative_to(source)] = self._unsynced.pop(path)
         elif name == "sync_folder":
-            self._renames = [(s, t) for s, t in self._renames if t.parent != arguments[0]]
+            self._renames = [one for one in self._renames if one[1].parent != arguments[0]]
         return result
 
     return operation

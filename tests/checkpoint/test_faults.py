@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from layerferry.checkpoint.files import Files
-from layerferry.checkpoint.folders import PARTIAL, candidates, clear_leftovers, open_checkpoint, read_latest
+from layerferry.checkpoint.folders import PARTIAL, Latest, candidates, clear_leftovers, open_checkpoint, read_latest, write_latest
 from layerferry.checkpoint.manifest import Manifest
 from layerferry.checkpoint.save import Saver
 from layerferry.engine.engine import Engine
@@ -23,6 +23,8 @@ from tests.checkpoint.faults import BreakingFiles, Killed, QuickFiles
 from tests.checkpoint.tiny import RUN, engine_of, model_of, save, train
 
 ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EROFS": errno.EROFS}
+NEXT, LINE = "cafecafecafecafe", ((RUN, 1),)
+BEFORE, AFTER = ("checkpoint-1", RUN), ("checkpoint-2", NEXT)
 SMALL = {"run.json": b"{}", "config.json": b'{"a": 1}'}
 
 
@@ -34,20 +36,17 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def earlier(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An output folder with checkpoint-1 of the run, and a stale checkpoint-2 of another run."""
+    """An output folder in which ``RUN`` has written 1 and 2, and ``NEXT`` goes on from 1: 2 is left behind."""
     folder = tmp_path_factory.mktemp("earlier")
     save(engine, folder, 1)
-    saver = Saver(engine, folder, run="feedfacefeedface")
-    saver.start(2, {})
-    saver.take_outcome(wait=True)
-    saver.close()
-    (folder / "latest").unlink()
+    save(engine, folder, 2)
+    write_latest(Files(), folder, Latest(run=NEXT, line=LINE, checkpoint="checkpoint-1"))
     return folder
 
 
 def attempt(engine: Engine, folder: Path, files: Files) -> str | None:
-    """Save checkpoint-2 with ``keep=1``; "killed", the fault that was reported, or None."""
-    saver = Saver(engine, folder, run=RUN, keep=1, files=files)
+    """``NEXT`` saves its checkpoint-2 with ``keep=1``; "killed", the fault that was reported, or None."""
+    saver = Saver(engine, folder, run=NEXT, line=LINE, keep=1, files=files)
     try:
         saver.start(2, SMALL)
         outcome = saver.take_outcome(wait=True)
@@ -57,6 +56,12 @@ def attempt(engine: Engine, folder: Path, files: Files) -> str | None:
         return "killed"
     finally:
         saver.close()
+
+
+def taken_up(folder: Path) -> tuple[str, str]:
+    """Name and run of what comes next."""
+    newest = candidates(folder)[0]
+    return newest.name, Manifest.read(newest).run
 
 
 def assert_whole(folder: Path, pool: ThreadPoolExecutor) -> Manifest:
@@ -94,14 +99,13 @@ def fail_everywhere(engine: Engine, earlier: Path, tmp_path: Path, name: str, la
             shutil.copytree(earlier, folder)
             files = BreakingFiles(at, ERRORS[name], lasting=lasting)
             fault = attempt(engine, folder, files)
-            newest = candidates(folder)[0]
-            manifest = assert_whole(newest, pool)
+            assert_whole(candidates(folder)[0], pool)
             if fault is not None:
                 seen[files.names[at]] += 1
-            assert manifest.run == RUN or newest.name == "checkpoint-2"  # the stale one stays where it was
+            assert taken_up(folder) in (BEFORE, AFTER)
             assert attempt(engine, folder, QuickFiles()) is None, "the next save, on a disk that is well again"
-            assert [path.name for path in candidates(folder)] == ["checkpoint-2"]
-            assert assert_whole(folder / "checkpoint-2", pool).run == RUN
+            assert [path.name for path in candidates(folder)] == ["checkpoint-2"] and taken_up(folder) == AFTER
+            assert_whole(folder / "checkpoint-2", pool)
             assert not [path for path in folder.iterdir() if path.name.startswith(PARTIAL)]
             shutil.rmtree(folder)
     assert set(seen) >= {"make_folder", "create", "write", "sync", "rename", "sync_folder", "remove"}
@@ -112,22 +116,23 @@ def fail_everywhere(engine: Engine, earlier: Path, tmp_path: Path, name: str, la
 def test_a_kill_at_every_operation(engine: Engine, earlier: Path, tmp_path: Path, kind: str) -> None:
     total = num_operations(engine, earlier, tmp_path)
     left: Counter[str] = Counter()
+    windows = 0
     with ThreadPoolExecutor(2) as pool:
         for at in range(total):
             folder = tmp_path / str(at)
             shutil.copytree(earlier, folder)
             assert attempt(engine, folder, BreakingFiles(at, kind)) == "killed"
             clear_leftovers(Files(), folder)
-            own = [path for path in candidates(folder) if Manifest.read(path).run == RUN]
-            assert own, f"operation {at}: nothing whole is left"
             for path in candidates(folder):
                 assert_whole(path, pool)
-            latest = read_latest(folder)
-            assert latest is None or latest.checkpoint == "checkpoint-2"
-            left[own[0].name] += 1
+            found, latest = taken_up(folder), read_latest(folder)
+            assert found in (BEFORE, AFTER), f"operation {at}: nothing whole is left"
+            assert latest is not None and latest.run == NEXT
+            windows += found == AFTER and latest.checkpoint == "checkpoint-1"
+            left[found[0]] += 1
             shutil.rmtree(folder)
-    assert left["checkpoint-1"] and left["checkpoint-2"]
-    print(f"{kind}: {total} operations, newest whole afterwards: {dict(left)}")
+    assert left["checkpoint-1"] and left["checkpoint-2"] and windows, "killed before the marker has moved, too"
+    print(f"{kind}: {total} operations, newest whole afterwards: {dict(left)}, {windows} of them unknown to the marker")
 
 
 def test_training_goes_on_after_a_fault(tmp_path: Path) -> None:

@@ -67,3 +67,47 @@ def test_a_file_system_without_locks(
     else:
         with pytest.raises(ConfigError, match="if it is gone, remove"):
             FolderLock(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["link", "second name", "directory", "pipe", "link to nothing"])
+def test_the_place_of_the_lock_is_taken(tmp_path: Path, kind: str) -> None:
+    """Nothing is written through a link, and the message names the remedy."""
+    folder, precious = tmp_path / "out", tmp_path / "precious"
+    folder.mkdir()
+    precious.write_text("precious")
+    make = {
+        "link": lambda: (folder / LOCK).symlink_to(precious),
+        "second name": lambda: (folder / LOCK).hardlink_to(precious),
+        "directory": (folder / LOCK).mkdir,
+        "pipe": lambda: os.mkfifo(folder / LOCK),
+        "link to nothing": lambda: (folder / LOCK).symlink_to(tmp_path / "nowhere"),
+    }
+    make[kind]()
+    with pytest.raises(ConfigError, match=f"output_dir: {folder / LOCK} is .*remove it$"):
+        FolderLock(folder)
+    assert precious.read_text() == "precious" and not (tmp_path / "nowhere").exists()
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(ConfigError, match=r"output_dir: .*/a/b cannot be written: the disk is full: free space"):
+        FolderLock(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_taken_away_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run before has made the folder, and takes it away between our look and our lock."""
+    folder, real, left = tmp_path / "out", os.open, [1]
+
+    def racing(path: str | Path, *arguments: object, **named: object) -> int:
+        if str(path).endswith(LOCK) and left:
+            left.pop()
+            folder.rmdir()
+        return real(path, *arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", racing)
+    with FolderLock(folder):
+        assert (folder / LOCK).exists()

@@ -18,6 +18,7 @@ from layerferry.errors import CheckpointError
 
 GOOD = Manifest(
     run="0123456789abcdef",
+    line=(("feedfacefeedface", 3), ("cafecafecafecafe", 5)),
     step=7,
     resumable=True,
     state_planes={"exp_avg": "F32"},
@@ -64,7 +65,11 @@ def test_a_name_is_a_name_in_the_folder(name: str) -> None:
         {"files": {"a": {"bytes": 10**30, "crc32": [1]}}},
         {"files": []},
         {"versions": None},
-        {"format": 2},
+        {"format": 1},
+        {"line": None},
+        {"line": [["0123456789abcdef"]]},
+        {"line": [["0123456789abcdef", -1]]},
+        {"line": [["../..", 3]]},
     ],
 )
 def test_values_that_no_writer_has_written(values: dict[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -41,3 +43,33 @@ def test_samples_cannot_be_changed() -> None:
     sample = SampleSet(iter([Row(input_ids=[1], labels=[1])]))[0]
     with pytest.raises(ValueError, match="read-only"):
         sample.input_ids[0] = 2
+
+
+def test_the_fingerprint_is_of_every_number() -> None:
+    """One id, label or position more, less or other, or the border of two rows moved, is another data set; the same rows read
+    back are the same one."""
+    rows = [
+        Row(input_ids=[5, 6, 7], labels=[-100, 6, 7], position_ids=[0, 1, 2]),
+        Row(input_ids=[8], labels=[8], position_ids=[0]),
+    ]
+    first, second = rows
+
+    def of(*made: Row, isolated: bool = False) -> int:
+        return SampleSet(iter(made), isolated=isolated).fingerprint
+
+    others = [
+        of(replace(first, input_ids=[5, 9, 7]), second),
+        of(replace(first, labels=[-100, -100, 7]), second),
+        of(replace(first, position_ids=[0, 1, 0]), second),
+        of(second, first),
+        of(first),
+        of(*rows, isolated=True),
+        of(
+            Row(input_ids=[5, 6], labels=[-100, 6], position_ids=[0, 1]),
+            Row(input_ids=[7, 8], labels=[7, 8], position_ids=[2, 0]),
+        ),
+        of(*(replace(row, position_ids=None) for row in rows)),
+    ]
+    assert len({of(*rows), *others}) == len(others) + 1
+    kept = SampleSet.of_state({key: np.array(value) for key, value in SampleSet(iter(rows)).state().items()})
+    assert kept.fingerprint == of(*rows)

@@ -8,7 +8,7 @@ import pytest
 
 from layerferry.config import TrainConfig
 from layerferry.errors import ConfigError
-from layerferry.trainer.folder import check_folder, open_folder, whole_files
+from layerferry.trainer.folder import claim, open_folder, whole_files
 
 
 def config(folder: Path, **train: object) -> TrainConfig:
@@ -16,7 +16,7 @@ def config(folder: Path, **train: object) -> TrainConfig:
 
 
 def test_trying_leaves_nothing(tmp_path: Path) -> None:
-    check_folder(config(tmp_path / "a" / "b"))
+    claim(config(tmp_path / "a" / "b")).close()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -24,18 +24,18 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("")
     for folder in (tmp_path / "a", tmp_path / "a" / "b"):
         with pytest.raises(ConfigError, match=f"output_dir: {folder} cannot be written"):
-            check_folder(config(folder))
+            claim(config(folder))
 
 
 @pytest.mark.parametrize("name", ["", " "])
 def test_a_folder_without_a_name(name: str) -> None:
     with pytest.raises(ConfigError, match="output_dir: empty"):
-        check_folder(TrainConfig(output_dir=name))
+        claim(TrainConfig(output_dir=name))
 
 
 def test_a_folder_that_nobody_may_write() -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
-        check_folder(config(Path("/proc/layerferry")))
+        claim(config(Path("/proc/layerferry")))
 
 
 def test_opening_starts_a_new_log(tmp_path: Path) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from layerferry.config import RESUME_NEVER, RESUME_NEWEST
+from layerferry.checkpoint.lock import FolderLock
+from layerferry.config import RESUME_NEVER, RESUME_NEWEST, TrainConfig
 from layerferry.errors import CheckpointError, ConfigError
-from layerferry.trainer import train
+from layerferry.trainer import run, train
+from layerferry.trainer.resume import Start, find_start
 from tests.checkpoint.test_damage import damage
 from tests.reliability.runs import cut, make_config, make_rows, prepare
 
@@ -40,14 +42,14 @@ def output(base: Path, tmp_path: Path) -> Path:
 def begins(base: Path, output: Path, caplog: pytest.LogCaptureFixture) -> Begins:
     """Train with other settings; the step that the run has begun behind."""
 
-    def run(**changes: Any) -> int:
+    def begin(**changes: Any) -> int:
         caplog.clear()
         with caplog.at_level(logging.INFO, "layerferry"):
             train(make_config(base, output, **{"max_steps": 3, **changes}))
         resumed = [record.getMessage() for record in caplog.records if record.getMessage().startswith("resuming ")]
         return int(resumed[0].split(": step ")[1].split()[0]) if resumed else 0
 
-    return run
+    return begin
 
 
 def test_the_newest_unless_told_otherwise(begins: Begins, output: Path) -> None:
@@ -65,6 +67,11 @@ def test_a_checkpoint_that_is_passed_over_is_spoken_of(begins: Begins, output: P
         f"checkpoint-2 is left alone: overwrite_output_dir is true; resume_from_checkpoint={output}/checkpoint-2 goes on from it"
     )
     assert said in [record.getMessage() for record in caplog.records]
+    assert f"{output}/model.safetensors of an earlier run is replaced" not in caplog.text
+    assert begins(resume_from_checkpoint=RESUME_NEVER, save_strategy="no") == 0
+    said = [said.replace("overwrite_output_dir is true", "resume_from_checkpoint is false")]
+    said.append(f"{output}/model.safetensors of an earlier run is replaced when this one ends: resume_from_checkpoint is false")
+    assert [text for text in said if text not in caplog.text] == []
     assert begins(resume_from_checkpoint=f"{output}/checkpoint-2") == 2
 
 
@@ -99,6 +106,61 @@ def test_a_damaged_one_and_the_offer(begins: Begins, output: Path, monkeypatch: 
     assert begins() == 3
 
 
+def test_a_branch_that_was_left_behind(begins: Begins, output: Path, base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """checkpoint-3 is damaged, the run goes on from checkpoint-1 and keeps one: what it writes stays, and is what comes next."""
+    shutil.copytree(base / "done" / "checkpoint-3", output / "checkpoint-3")
+    (output / "latest").write_bytes((base / "done" / "latest").read_bytes())
+    damage(sorted((output / "checkpoint-3").glob("state-*"))[-1], "flipped inside")
+    with pytest.raises(CheckpointError, match=r"damaged.* whole one: set .*checkpoint-2$"):
+        begins()
+    assert begins(resume_from_checkpoint=str(output / "checkpoint-1"), max_steps=2, save_total_limit=1) == 1
+    said = "checkpoint-3, checkpoint-2: not on the line of checkpoint-1, which this run goes on from: left alone"
+    assert said in caplog.text and "save_total_limit" in caplog.text
+    assert sorted(path.name for path in output.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
+    assert begins(max_steps=3, save_total_limit=1) == 2
+    assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-3"]
+
+
+def test_models_alone_do_not_push_the_state_out(begins: Begins, output: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert begins(save_only_model=True, save_total_limit=1) == 2
+    assert "checkpoint-2 stays beside save_total_limit: 1: save_only_model writes none that can be resumed" in caplog.text
+    assert sorted(path.name for path in output.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
+    with pytest.raises(CheckpointError, match=r"holds the model only.* whole one: set .*checkpoint-2$"):
+        begins()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optim": {"optim": "sgd"}}, "its optimizer kept .* start anew from its weights"),
+        (
+            {"finetuning_type": "freeze", "freeze_trainable_layers": 1},
+            "the state of another model, or of other trained parameters",
+        ),
+    ],
+)
+def test_where_an_older_one_would_not_fit_either_none_is_offered(begins: Begins, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as raised:
+        begins(**changes)
+    assert "resume_from_checkpoint" not in str(raised.value)
+
+
+def test_nobody_else_may_write_while_the_start_is_looked_for(
+    begins: Begins, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that ended between our look and our lock would be overwritten from an older step."""
+    seen = []
+
+    def look(config: TrainConfig) -> Start | None:
+        with pytest.raises(ConfigError, match="is in use by process"):
+            FolderLock(output)
+        seen.append(config.output_dir)
+        return find_start(config)
+
+    monkeypatch.setattr(run, "find_start", look)
+    assert begins() == 2 and seen == [str(output)]
+
+
 @pytest.mark.parametrize("name", ["nowhere", "."])
 def test_no_checkpoint_there(begins: Begins, output: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match="no manifest.json: no checkpoint of ours"):
@@ -119,6 +181,10 @@ def test_other_rows_are_refused_and_other_settings_told(
     other = tmp_path / "other"
     (other / "model").parent.mkdir()
     shutil.copytree(base / "model", other / "model")
+    rows = (base / "rows.jsonl").read_text()
+    (other / "rows.jsonl").write_text(rows.replace("ferry river", "river ferry"))  # as many rows, and as long
+    with pytest.raises(CheckpointError, match="another row somewhere"):
+        train(make_config(other, output, max_steps=3))
     make_rows(other / "rows.jsonl", 12)
     with pytest.raises(CheckpointError, match="another number of training rows: 11 then, 12 now"):
         train(make_config(other, output, max_steps=3))

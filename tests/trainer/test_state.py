@@ -15,7 +15,7 @@ from layerferry.data import Cursor
 from layerferry.errors import CheckpointError
 from layerferry.trainer.state import RUN_STATE, RunState, Totals, changes, check_data
 
-FACTS = {"rows": 5, "lengths": 7, "seed": 42, "shuffle": True, "usable": 4}
+FACTS = {"rows": 5, "content": 7, "seed": 42, "shuffle": True, "usable": 4}
 numbers = st.floats() | st.integers(-(2**60), 2**60)
 
 
@@ -79,7 +79,7 @@ def test_a_missing_log_is_named(tmp_path: Path) -> None:
     ("key", "value", "message"),
     [
         ("rows", 6, "another number of training rows: 5 then, 6 now"),
-        ("lengths", 8, "another length of some row, in tokens."),
+        ("content", 8, r"another row somewhere \(ids, labels or order"),
         ("seed", 43, "another seed of the order"),
         ("shuffle", False, "another disable_shuffling"),
         ("usable", 5, "another number of rows an epoch uses"),
