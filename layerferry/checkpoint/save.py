@@ -82,8 +82,8 @@ class Saver:
         files: Files | None = None,
         spare_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``line``: the runs that ``run`` goes on from (``folders``). ``spare_bytes``: host memory that copies may take, asked when
-        a checkpoint begins."""
+        """``line``: the runs that ``run`` goes on from (``folders``). ``spare_bytes``: host memory that copies may take, asked
+        when a checkpoint begins."""
         self._engine, self._output_dir, self._keep = engine, output_dir, keep
         self._run, self._line = run, line
         self._model_only = model_only
@@ -140,11 +140,12 @@ class Saver:
             self._pending = Future()
             self._pending.set_result(_failed(folder, time.monotonic(), error))
             return
+        held_before_s = self._engine.deferred.held_s
         holds = {unit.index: self._engine.deferred.hold(unit) for unit in self._engine.update_order}
         travels = bool(self._engine.store.on_device)
         largest_bytes = max(map(self._copy_bytes, self._contents.pieces))
         room = Room(self._engine.backend, self._spare_bytes(), largest_bytes=largest_bytes, travels=travels)
-        self._pending = self._thread.submit(self._save, folder, step, dict(small_files), holds, room)
+        self._pending = self._thread.submit(self._save, folder, step, dict(small_files), holds, room, held_before_s)
 
     def take_outcome(self, *, wait: bool) -> Saved | None:
         """How the checkpoint that was begun last has ended; None where there is none, or it has not ended and ``wait`` is off.
@@ -163,8 +164,16 @@ class Saver:
 
     # ---------------------------------------------------------------- in the thread of the checkpoint
 
-    def _save(self, folder: Path, step: int, small_files: dict[str, bytes], holds: dict[int, Hold], room: Room) -> Saved:
-        begin, held_before_s = time.monotonic(), self._engine.deferred.held_s
+    def _save(
+        self,
+        folder: Path,
+        step: int,
+        small_files: dict[str, bytes],
+        holds: dict[int, Hold],
+        room: Room,
+        held_before_s: float,
+    ) -> Saved:
+        begin = time.monotonic()
         releases: list[float] = []
         for hold in holds.values():
             hold.released.add_done_callback(lambda _: releases.append(time.monotonic() - begin))

@@ -11,6 +11,7 @@ order.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -61,8 +62,8 @@ class DeferredSteps:
         self._held: dict[int, Future[Fence]] = {}
         self.busy_s = 0.0
         """Seconds the worker has spent in updates since the start."""
-        self.held_s = 0.0
-        """Seconds that updates have waited for holders since the start."""
+        self._waited_s, self._waiting = 0.0, set[float]()
+        self._counting = threading.Lock()
         self.num_done = 0
         """Updates that the worker has finished since the start."""
 
@@ -150,10 +151,25 @@ class DeferredSteps:
         return Hold(settled, released)
 
     def _pass(self, lane: Lane, held: Future[Fence] | None) -> None:
-        if held is not None:
-            begin = time.perf_counter()
+        if held is None:
+            return
+        begin = time.perf_counter()
+        with self._counting:
+            self._waiting.add(begin)
+        try:
             self._backend.wait(lane, held.result())
-            self.held_s += time.perf_counter() - begin
+        finally:
+            with self._counting:
+                self._waiting.discard(begin)
+                self._waited_s += time.perf_counter() - begin
+
+    @property
+    def held_s(self) -> float:
+        """Seconds that updates have waited for holders since the start, those that wait now included: who lets go knows at once
+        what that has cost, however late the worker wakes."""
+        with self._counting:
+            now = time.perf_counter()
+            return self._waited_s + sum(now - begin for begin in self._waiting)
 
     @property
     def num_pending(self) -> int:

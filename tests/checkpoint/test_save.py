@@ -115,27 +115,26 @@ class Throttled(QuickFiles):
 
 
 def test_a_slow_disk_costs_what_it_needs_longer_than_the_step(tmp_path: Path) -> None:
-    """Updates wait for bytes / rate, less what passes before they are due and the updates themselves, and for nothing else. Every
-    bound is between moments that are measured, so a busy machine cannot break it."""
-    engine = engine_of(model_of())
+    """The first update waits for its unit's bytes / rate less what passed before it was due: one wait, whose begin is seen from
+    outside, so that no thread's turn lies between what is compared and a busy machine cannot break it."""
+    engine = engine_of(model_of(vocab_size=512))
     train(engine, range(1))
     engine.settle()
-    busy_before_s = engine.deferred.busy_s
     saver = Saver(engine, tmp_path, run=RUN, files=Throttled(400_000))
+    first_s = sum(file.num_bytes for file in saver._contents.pieces[0].files) / 400_000
     begin = time.monotonic()
     saver.start(1, {})
     due_from = time.monotonic()
     train(engine, range(1, 2))
-    due = time.monotonic()
+    while engine.deferred.held_s == 0 and saver.is_busy:  # until the first update waits
+        time.sleep(0.001)
+    waits_since = time.monotonic()
     engine.settle()
     end = time.monotonic()
     saved = saver.take_outcome(wait=True)
     saver.close()
-    assert saved is not None and saved.fault is None
-    needed_s = saver.num_bytes / 400_000
-    assert needed_s > 0.5 and saved.seconds >= needed_s
-    hidden_s = (due - begin) + (engine.deferred.busy_s - busy_before_s)
-    assert 0.9 * needed_s - hidden_s <= saved.held_s <= end - due_from
+    assert saved is not None and saved.fault is None and saved.seconds >= saver.num_bytes / 400_000
+    assert first_s > 0.4 and first_s - (waits_since - begin) <= saved.held_s <= engine.deferred.held_s <= end - due_from
 
 
 def test_a_disk_that_is_faster_than_the_step_costs_nothing(tmp_path: Path) -> None:
