@@ -1,7 +1,8 @@
 """The command line: one small function a command, and the one place where an error becomes an exit code.
 
 Exit codes: 0 done, 1 wrong or failed, 2 user error, 3 does not fit, 4 model refused, 130 interrupted. For 2 to 4 there is one
-``error:`` line on standard error and no traceback (LAYERFERRY_DEBUG=1 shows it); a fault of ours keeps its traceback.
+``error:`` line on standard error and no traceback (LAYERFERRY_DEBUG=1 shows it), and so for a file that the system refuses; a
+fault of ours keeps its traceback.
 Results go to standard output, logs to standard error. ``--help`` answers at once: what is heavy is imported inside the commands.
 Checked by ``tests/cli``.
 """
@@ -53,12 +54,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
     except BrokenPipeError:  # the reader went away (``| head``); keep the interpreter from failing at its last flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:  # of a file or disk that nothing closer by has spoken of; BrokenPipeError is above
+        if debug_requested():
+            traceback.print_exc()
+        about = f"{error.filename}: " if error.filename is not None else ""
+        print(f"error: {about}{error.strerror or error} (LAYERFERRY_DEBUG=1 shows where)", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _parser() -> Parser:

@@ -35,11 +35,19 @@ def load(folder: Path, *, isolated: bool) -> Sets | None:
 
 
 def save(folder: Path, sets: Sets) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in sorted(sets, key=lambda name: name == TRAIN):  # train last: its presence says that all are there
-        with (folder / f".{name}.part").open("wb") as stream:
-            np.savez(stream, **sets[name].state())
-        (folder / f".{name}.part").rename(folder / f"{name}.npz")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in sorted(sets, key=lambda name: name == TRAIN):  # train last: its presence says that all are there
+            partial = folder / f".{name}.part"
+            partial.unlink(missing_ok=True)
+            with partial.open("xb") as stream:
+                np.savez(stream, **sets[name].state())
+            partial.rename(folder / f"{name}.npz")
+    except OSError as error:
+        raise DataError(
+            f"tokenized_path: {error.filename or folder} cannot be written: {error.strerror or error}: free the disk, or name "
+            "another folder"
+        ) from error
 
 
 def _load_set(file: Path) -> SampleSet:
@@ -55,15 +63,22 @@ def _load_theirs(folder: Path, isolated: bool) -> Sets:
     try:
         splits = json.loads((folder / THEIRS).read_text(encoding="utf-8"))["splits"]
         for split in splits:
-            state = json.loads((folder / split / "state.json").read_text(encoding="utf-8"))
-            members = [folder / split / member["filename"] for member in state["_data_files"]]
+            state = json.loads((folder / _own_name(split) / "state.json").read_text(encoding="utf-8"))
+            members = [folder / split / _own_name(member["filename"]) for member in state["_data_files"]]
             name = {TRAIN: TRAIN, "validation": "eval"}.get(split, split.removeprefix("validation_"))
             found[name] = SampleSet(_their_rows(members), isolated=isolated)
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise DataError(f"tokenized_path {folder} cannot be read as LLaMA-Factory's ({error!r}): build it again") from None
     if TRAIN not in found:
         raise DataError(f"tokenized_path {folder} has no train split")
     return found
+
+
+def _own_name(name: str) -> str:
+    """A name in a folder; ``ValueError`` where it leads elsewhere."""
+    if Path(name).name != name:
+        raise ValueError(f"{name!r} is no name in this folder")
+    return name
 
 
 def _their_rows(members: list[Path]) -> Iterator[Row]:

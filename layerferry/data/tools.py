@@ -45,7 +45,7 @@ def parse_calls(text: str) -> list[Call]:
     """The content of a function message: one call or a list of calls, as JSON."""
     try:
         given = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         raise BadRow("a function message is not JSON") from None
     calls: list[Call] = []
     for call in given if isinstance(given, list) else [given]:
@@ -58,7 +58,7 @@ def parse_calls(text: str) -> list[Call]:
 def parse_tools(text: str) -> list[dict[str, Any]]:
     try:
         tools = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         raise BadRow("the tools are not JSON") from None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRow("the tools are not a list of objects")

@@ -134,8 +134,8 @@ def taken_already(step: int, loss: float, norm: float) -> SpoiltStep:
     """What there is to say of it."""
     return SpoiltStep(
         f"step {step} was not finite (loss {loss:g}, gradient norm {norm:g}) and could not be skipped: update_on_arrival had "
-        "taken it already, and the weights in memory are spoilt; go on from the newest checkpoint, with update_on_arrival: false "
-        "(such steps are then skipped) or a lower learning_rate"
+        "taken it already, and the weights in memory are spoilt. update_on_arrival: false skips such a step, a lower "
+        "learning_rate may avoid it"
     )
 
 

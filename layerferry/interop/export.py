@@ -70,7 +70,7 @@ def export(options: ExportConfig) -> None:
 def _config(source: Path) -> dict[str, Any]:
     try:
         config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{source / 'config.json'}: not readable as JSON: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{source / 'config.json'}: expected an object")

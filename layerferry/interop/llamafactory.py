@@ -131,6 +131,8 @@ def read_with_notices(path: Path | None, overrides: Sequence[str]) -> tuple[Conf
         train["report_to"] = _trackers(reading)
     if "interleave_probs" in data:
         data["interleave_probs"] = _probabilities(reading)
+    if "output_dir" in reading.where and not train.get("output_dir"):
+        raise reading.fail("output_dir", "empty: name the folder that the results go to")
     config = Config(
         model=reading.model(),
         data=DataConfig(**data),

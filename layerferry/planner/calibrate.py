@@ -318,7 +318,7 @@ def _read(path: Path) -> Working | None:
     try:
         found = json.loads(path.read_text())
         return Working(**{**found, "layers": _layers(found["layers"]), "others": ()})  # a level is measured alone
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 

@@ -93,7 +93,7 @@ def _read(folder: Path) -> dict[str, Rate] | None:
     try:
         found = json.loads(rates_file(folder).read_text())
         rates = {key: Rate(float(found[key]), "measured") for key in DISK_RATES}
-    except (OSError, ValueError, AttributeError, TypeError, KeyError):
+    except (OSError, ValueError, AttributeError, TypeError, KeyError, OverflowError, RecursionError):
         return None
     return rates if all(rate.value > 0 for rate in rates.values()) else None
 

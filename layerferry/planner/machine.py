@@ -301,7 +301,7 @@ def read_rates(name: str) -> dict[str, Rate] | None:
     try:
         found = json.loads(rates_file(name).read_text())
         rates = {key: Rate(float(value), "measured") for key, value in found.items()}
-    except (OSError, ValueError, AttributeError, TypeError):
+    except (OSError, ValueError, AttributeError, TypeError, OverflowError, RecursionError):
         return None
     return rates if all(key in rates and rates[key].value > 0 for key in RATES) else None
 

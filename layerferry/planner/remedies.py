@@ -63,6 +63,8 @@ def _remedies(question: Problem, plan: Plan) -> Iterator[str]:
         yield from _larger_device(question, places[DEVICE][0])
     if HOST in short:
         yield from _smaller_model(question, plan)
+    if short == {HOST} and not _reported(question, HOST):
+        yield from _larger_host(question, places[HOST][0])
     for place in sorted(short):
         if _reported(question, place):
             yield f"{_budget_key(place)}: states another limit than {_source(question, place)}"
@@ -109,6 +111,13 @@ def _larger_device(question: Problem, needed: int) -> Iterator[str]:
     machine = replace(question.machine, device_available=enough, device_source="device_memory")
     if search(replace(question, machine=machine))[1]:
         yield f"device_memory: {size_text(enough)} is the least that is enough"
+
+
+def _larger_host(question: Problem, needed: int) -> Iterator[str]:
+    """A ``host_memory`` that is enough: what the plan that is least short needs."""
+    enough = -(-needed // ROUNDED) * ROUNDED
+    if search(replace(question, machine=replace(question.machine, host_available=enough)))[1]:
+        yield f"host_memory: {size_text(enough)} fits"
 
 
 def _shorter_rows(question: Problem) -> Iterator[str]:

@@ -11,7 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, Protocol
 
-from layerferry.checkpoint.folders import checkpoints, name_of
+from layerferry.checkpoint.files import reason_of
+from layerferry.checkpoint.folders import name_of, newest_resumable, on_line, read_latest
 from layerferry.checkpoint.save import Saved, Saver
 from layerferry.engine.engine import Engine
 from layerferry.engine.pretrained import save_tokenizer
@@ -39,10 +40,32 @@ def save_model(folder: Path, engine: ModelSaver, tokenizer: Any) -> None:
         with whole_files(folder) as filled:
             engine.save_pretrained(filled, tokenizer=tokenizer)
     except (OSError, CheckpointError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        newest = checkpoints(folder)[:1] if folder.is_dir() else []
-        go_on = f"; the same command goes on from {newest[0].name}" if newest else ""
-        raise LayerFerryError(f"the trained model could not be saved into {folder}: {reason}{go_on}") from error
+        reason = reason_of(error) if isinstance(error, OSError) else error
+        raise LayerFerryError(f"the trained model could not be saved into {folder}: {reason}; {how_to_go_on(folder)}") from error
+
+
+def how_to_go_on(folder: Path) -> str:
+    """What the newest checkpoint that can be resumed is good for."""
+    newest = newest_resumable(on_line(folder, read_latest(folder)))
+    if newest is None:
+        return "no checkpoint can be resumed: the run starts anew"
+    return f"the same command goes on from {newest.name} (without overwrite_output_dir)"
+
+
+def behind_a_spoilt_step(folder: Path, step: int) -> str:
+    """From where to go on when the step after ``step`` was taken and not finite.
+
+    A checkpoint is proven by the step behind it: those before ``step`` have seen a finite loss, that of ``step`` has not, for its
+    weights may be what made it.
+    """
+    found = [(path, manifest) for path, manifest in on_line(folder, read_latest(folder)) if manifest and manifest.resumable]
+    proven = next((path for path, manifest in found if manifest and manifest.step < step), None)
+    suspect = next((f"{path.name} may be spoilt too" for path, manifest in found if manifest and manifest.step == step), None)
+    if proven is None:
+        return "; ".join(filter(None, [suspect, "there is no checkpoint from before: start anew"]))
+    return "; ".join(
+        filter(None, [suspect, f"go on from the newest that a finite step has proven: resume_from_checkpoint: {proven}"])
+    )
 
 
 class Checkpoints:

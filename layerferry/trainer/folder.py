@@ -7,6 +7,8 @@ folder inside the output folder, on the same file system, and moved at the end. 
 
 from __future__ import annotations
 
+import logging
+import re
 import shutil
 import stat
 import tempfile
@@ -18,12 +20,16 @@ from layerferry.checkpoint.files import Files, reason_of
 from layerferry.checkpoint.folders import LATEST, PARTIAL, clear_leftovers
 from layerferry.checkpoint.lock import FolderLock
 from layerferry.config import TrainConfig
-from layerferry.errors import ConfigError
+from layerferry.errors import ConfigError, LayerFerryError
+from layerferry.store.safetensors_file import INDEX_FILE, SINGLE_FILE
 from layerferry.trainer.history import LOG_NAME
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin"}
 OWN_SUFFIXES = {".json", ".jsonl", ".jinja", ".md", ".png", ".safetensors"}
 """Of the files that a run leaves in its folder."""
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+logger = logging.getLogger("layerferry.trainer")
 
 
 def claim(config: TrainConfig) -> FolderLock:
@@ -55,7 +61,7 @@ def _check_place(path: Path) -> None:
     if stat.S_ISLNK(mode) and path.name == LOG_NAME:
         raise ConfigError(f"output_dir: {path} is a link, and the log is written in place: remove it")
     if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
-        kind = "directory" if stat.S_ISDIR(mode) else "device or pipe"
+        kind = "directory" if stat.S_ISDIR(mode) else "pipe or device"
         raise ConfigError(f"output_dir: {path} is a {kind} where a file of the run belongs: move it away")
 
 
@@ -79,6 +85,10 @@ def _is_weights(path: Path) -> bool:
     return path.is_file() and path.suffix in WEIGHT_SUFFIXES and path.name != "training_args.bin"
 
 
+def _is_model(name: str) -> bool:
+    return name in (INDEX_FILE, SINGLE_FILE) or _SHARD.fullmatch(name) is not None
+
+
 def open_folder(config: TrainConfig, *, resumes: bool = False) -> Path:
     """Make the folder, without the leftovers of a run that was killed and, unless the run ``resumes``, without an earlier log."""
     folder = Path(config.output_dir)
@@ -92,11 +102,47 @@ def open_folder(config: TrainConfig, *, resumes: bool = False) -> Path:
 
 @contextmanager
 def whole_files(folder: Path) -> Iterator[Path]:
-    """A folder to fill whose files are moved into ``folder`` when all went well."""
+    """A folder to fill whose files are moved into ``folder`` when all went well.
+
+    What tells readers which weights there are (one file, or an index) is moved last, and where shards come an earlier one goes
+    first: a kill in between leaves a folder that says it has no model, never one that loads half of another. Weights of an
+    earlier run that the new ones do not replace are removed: transformers would take a single file before an index.
+    """
     work = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=folder))
     try:
         yield work
-        for path in sorted(work.iterdir()):
-            path.replace(folder / path.name)
+        new = sorted(path.name for path in work.iterdir())
+        stale = [path for path in sorted(folder.iterdir()) if _is_model(path.name) and path.name not in new]
+        doors = [name for name in (INDEX_FILE, SINGLE_FILE) if name in new]
+        if INDEX_FILE in doors:
+            (folder / INDEX_FILE).unlink(missing_ok=True)
+            (folder / SINGLE_FILE).unlink(missing_ok=True)
+        for name in (*(name for name in new if name not in doors), *doors):
+            (work / name).replace(folder / name)
+        for path in stale if doors else ():
+            path.unlink(missing_ok=True)
+        Files().sync_folder(folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+class Records:
+    """Files that a run leaves beside its model: one that cannot be written is told, and costs neither the others nor the
+    model."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.missing: list[str] = []
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.missing.append(name)
+            logger.error("%s cannot be written: %s", self._folder / name, reason_of(error))
+
+    def close(self, what_is_there: str) -> None:
+        """Raise where something is missing."""
+        if self.missing:
+            raise LayerFerryError(f"{what_is_there}, but not written were: {', '.join(self.missing)} (reasons above)")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,34 +36,34 @@ MOST_IDS_SHOWN = 16
 class SkipGuard:
     """Counts skipped steps in ``totals``. Written by the loop only."""
 
-    def __init__(self, folder: Path, most: int, totals: Totals) -> None:
+    def __init__(self, folder: Path, most: int, totals: Totals, batches: Sequence[Mapping[str, Any]] = ()) -> None:
+        """``batches``: those of the steps before, in a run that goes on."""
         self._folder, self._most, self._totals = folder, most, totals
-        self._batches: list[dict[str, Any]] = []
+        self.batches = [dict(batch) for batch in batches]
+        """Of the steps in a row that were not finite."""
 
     def passed(self) -> None:
         """A step was finite."""
-        self._totals.skipped_in_a_row = 0
-        self._batches.clear()
+        self.batches.clear()
 
     def skipped(self, batch: StepBatch, report: StepReport) -> None:
         """A step was not; raises ``LayerFerryError`` where it is one too many."""
         totals = self._totals
         totals.skipped += 1
-        totals.skipped_in_a_row += 1
         reason = f"loss {report.loss:g}, gradient norm {report.grad_norm:g}"
         if not report.num_targets:
             reason = "no token of its rows is trained"
-        self._batches.append({"after_step": totals.step, "epoch": batch.epoch, "reason": reason, "rows": batch.sample_ids})
+        self.batches.append({"after_step": totals.step, "epoch": batch.epoch, "reason": reason, "rows": batch.sample_ids})
         logger.warning("the step after step %d was skipped: %s; nothing was updated", totals.step, reason)
-        if totals.skipped_in_a_row <= self._most:
+        if len(self.batches) <= self._most:
             return
         try:
-            write_json(self._folder / SKIPPED, {"batches": self._batches})
+            write_json(self._folder / SKIPPED, {"batches": self.batches})
             where = f"their rows are in {self._folder / SKIPPED}"
         except OSError as error:
             where = f"their rows could not be written ({error.strerror}); those of the last: {shown(batch.sample_ids)}"
         raise LayerFerryError(
-            f"{totals.skipped_in_a_row} steps in a row after step {totals.step} were not finite ({reason}); {where}. "
+            f"{len(self.batches)} steps in a row after step {totals.step} were not finite ({reason}); {where}. "
             "A lower learning_rate or more warm-up may help; detect_anomaly: true names the layer"
         )
 
@@ -100,7 +100,7 @@ def named_rows(batch: StepBatch) -> Iterator[None]:
     except NonFinite as error:
         raise LayerFerryError(f"detect_anomaly: {error}; rows {shown(batch.sample_ids)}") from error
     except SpoiltStep as error:
-        raise LayerFerryError(f"{error}; its rows: {shown(batch.sample_ids)}") from error
+        raise SpoiltStep(f"{error}; its rows: {shown(batch.sample_ids)}") from error
 
 
 def shown(sample_ids: list[int]) -> str:

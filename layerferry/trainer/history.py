@@ -11,18 +11,22 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from layerferry.checkpoint.files import Files, replace_file
 from layerferry.config import TrainConfig
 from layerferry.trainer.cadence import Cadence
 
 logger = logging.getLogger("layerferry.trainer")
 
 LOG_NAME = "trainer_log.jsonl"
+LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""It is written in place: never through a link, and no pipe is waited for."""
 STATE_NAME = "trainer_state.json"
 
 Entry = dict[str, float]
@@ -44,6 +48,8 @@ class History:
         self.log_lines: list[str] = []
         """The lines of trainer_log.jsonl."""
         self._log_is_written = True
+        self._results: dict[str, float] = {}
+        """What all_results.json holds."""
         self.tokens_seen = 0
         self.total_flops = 0.0
 
@@ -82,7 +88,8 @@ class History:
         if not self._log_is_written:
             mode, lines = "w", self.log_lines
         try:
-            with open(self._folder / LOG_NAME, mode, encoding="utf-8") as file:
+            descriptor = os.open(self._folder / LOG_NAME, LOG_FLAGS | (os.O_APPEND if mode == "a" else os.O_TRUNC), 0o666)
+            with open(descriptor, "w", encoding="utf-8") as file:
                 file.writelines(lines)
             self._log_is_written = True
         except OSError as error:
@@ -151,9 +158,8 @@ class History:
     def write_results(self, split: str, metrics: Mapping[str, float]) -> None:
         """Write ``<split>_results.json`` and merge it into all_results.json."""
         write_json(self._folder / f"{split}_results.json", metrics, sort_keys=True)
-        merged_path = self._folder / "all_results.json"
-        merged = json.loads(merged_path.read_text(encoding="utf-8")) if merged_path.exists() else {}
-        write_json(merged_path, {**merged, **metrics}, sort_keys=True)
+        self._results |= metrics
+        write_json(self._folder / "all_results.json", self._results, sort_keys=True)
 
 
 def clock_time(seconds: float) -> str:
@@ -163,9 +169,7 @@ def clock_time(seconds: float) -> str:
 
 def write_json(path: Path, value: Mapping[str, Any], *, sort_keys: bool = False) -> None:
     """Write a JSON file that is either the old one or the new one, whole."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json_text(value, sort_keys=sort_keys), encoding="utf-8")
-    partial.replace(path)
+    replace_file(Files(), path, json_text(value, sort_keys=sort_keys).encode("utf-8"))
 
 
 def json_text(value: Mapping[str, Any], *, sort_keys: bool = False) -> str:

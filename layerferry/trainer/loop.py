@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,10 +23,12 @@ import torch
 from layerferry.config import Config
 from layerferry.data import Cursor, DataSets, Prefetch, Sampler, StepBatch, step_batches
 from layerferry.engine.anomaly import check_norms
+from layerferry.engine.arrivals import SpoiltStep
 from layerferry.engine.engine import Engine, StepReport
+from layerferry.errors import LayerFerryError
 from layerferry.optim.schedule import Schedule
 from layerferry.trainer.cadence import Cadence
-from layerferry.trainer.checkpoints import Checkpoints
+from layerferry.trainer.checkpoints import Checkpoints, behind_a_spoilt_step, how_to_go_on
 from layerferry.trainer.disk import DiskWatch
 from layerferry.trainer.evaluation import evaluate
 from layerferry.trainer.guards import SkipGuard, SpikeGuard, named_rows
@@ -66,6 +68,8 @@ class Loop:
     totals: Totals = field(default_factory=Totals)
     last_eval: tuple[int, dict[str, float]] | None = None
     """Step and metrics of the newest evaluation."""
+    skipped_batches: Sequence[Mapping[str, Any]] = ()
+    """Of the steps before, as far as they were skipped."""
     waits_for: str | None = None
     """The lane that this thread waits for now."""
     disk: DiskWatch | None = None
@@ -75,10 +79,16 @@ class Loop:
 
     def __post_init__(self) -> None:
         train = self.config.train
-        self._skips = SkipGuard(Path(train.output_dir), train.max_skipped_steps, self.totals)
+        self._folder = Path(train.output_dir)
+        self._skips = SkipGuard(self._folder, train.max_skipped_steps, self.totals, self.skipped_batches)
         self._spikes = SpikeGuard()
         self._first_step = self.totals.step
         self._num_evaluated = 0
+
+    @property
+    def steps_taken(self) -> int:
+        """By this process."""
+        return self.totals.step - self._first_step
 
     def run(self) -> dict[str, float]:
         """Take every step; return Hugging Face's training metrics."""
@@ -90,8 +100,11 @@ class Loop:
             try:
                 while not self._steps(interrupts):
                     assert self.retreat is not None
-                    self.retreat(self.totals.step - self._first_step)
+                    self.retreat(self.steps_taken)
                 return self._finish(self.sampler.epochs_done(self.cursor))
+            except SpoiltStep as error:
+                self.checkpoints.report(wait=True)
+                raise LayerFerryError(f"{error}. {behind_a_spoilt_step(self._folder, self.totals.step)}") from error
             finally:
                 self.checkpoints.report(wait=True)  # also where the run ends in an error: the state before it is not lost
 
@@ -172,6 +185,7 @@ class Loop:
             entries=list(self.history.entries),
             log_lines=list(self.history.log_lines),
             last_eval=self.last_eval,
+            skipped_batches=list(self._skips.batches),
             data=data_facts(self.sampler, self.data.train),
             settings=settings_of(self.config, self.cadence.total_steps),
         )
@@ -223,9 +237,9 @@ class Loop:
         self.checkpoints.report(wait=True)
         name = self.checkpoints.name(step)
         if not self.checkpoints.is_whole(step):
-            return f"stopped after step {step}, and {name} could not be saved: an earlier checkpoint is the newest"
+            return f"stopped after step {step}, and {name} could not be saved: {how_to_go_on(self._folder)}"
         if self.config.train.save_only_model:
-            return f"stopped after step {step}; {name} holds the model only (save_only_model)"
+            return f"stopped after step {step}; {name} holds the model only (save_only_model): {how_to_go_on(self._folder)}"
         return f"stopped after step {step}; {name} is saved: the same command goes on from there (without overwrite_output_dir)"
 
     def _view(self, report: StepReport, lr: float, epoch: float) -> View:
@@ -271,7 +285,7 @@ class Loop:
             "train_loss": self.totals.loss / steps,
             "train_runtime": round(seconds, 4),
             "train_samples_per_second": round(self.totals.samples / seconds, 3),
-            "train_steps_per_second": round((self.totals.step - self._first_step) / seconds, 3),
+            "train_steps_per_second": round(self.steps_taken / seconds, 3),
         }
         if self.totals.skipped:
             metrics["skipped_steps"] = self.totals.skipped

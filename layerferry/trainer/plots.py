@@ -7,11 +7,13 @@ display is needed and no global state of pyplot changes. Checked by ``tests/trai
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from layerferry.checkpoint.files import Files, replace_file
 from layerferry.trainer.history import Entry
 
 RAW_COLOUR = "#9db8d9"
@@ -74,4 +76,6 @@ def _draw(path: Path, steps: Sequence[int], values: Sequence[float], *, label: s
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    figure.savefig(path)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
+    replace_file(Files(), path, drawn.getvalue())

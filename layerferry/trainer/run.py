@@ -18,8 +18,8 @@ from typing import Any
 
 from layerferry import api
 from layerferry.backends import make
-from layerferry.checkpoint.files import Files, reason_of
-from layerferry.checkpoint.folders import LATEST, candidates, write_latest
+from layerferry.checkpoint.files import Files, reason_of, replace_file
+from layerferry.checkpoint.folders import LATEST, write_latest
 from layerferry.checkpoint.save import Saver
 from layerferry.config import Config
 from layerferry.data import DataSets, Sampler, SampleSet, build, tokenizer
@@ -41,11 +41,11 @@ from layerferry.planner.problem import problem
 from layerferry.planner.report import render
 from layerferry.trainer.cadence import Cadence
 from layerferry.trainer.card import model_card
-from layerferry.trainer.checkpoints import Checkpoints, save_model, side_files
+from layerferry.trainer.checkpoints import Checkpoints, how_to_go_on, save_model, side_files
 from layerferry.trainer.determinism import deterministic_kernels
 from layerferry.trainer.disk import DiskWatch
-from layerferry.trainer.folder import claim, open_folder
-from layerferry.trainer.history import History, clock_time
+from layerferry.trainer.folder import Records, claim, open_folder
+from layerferry.trainer.history import STATE_NAME, History, clock_time
 from layerferry.trainer.loop import Loop
 from layerferry.trainer.meter import Meter
 from layerferry.trainer.plots import plot_history
@@ -143,6 +143,7 @@ def _train(config: Config, trackers: list[str]) -> None:
             cursor=state.cursor,
             totals=replace(state.totals),
             last_eval=state.last_eval,
+            skipped_batches=state.skipped_batches,
             disk=None if engine.store.disk is None else DiskWatch(engine.store.disk, machine),
             # a step that updates on arrival and fails has taken something already
             retreat=None if engine.plan.on_arrival else lambda steps_done: retreat(engine, question, steps_done=steps_done),
@@ -156,7 +157,7 @@ def _train(config: Config, trackers: list[str]) -> None:
         try:
             run(loop, folder)
         except DiskTierError as error:
-            raise DiskTierError(f"{error}; {_goes_on(folder)}") from error
+            raise DiskTierError(f"{error}; {how_to_go_on(folder)}; disk_folder names another disk") from error
 
 
 def optimizer_of(config: Config) -> Optimizer:
@@ -170,6 +171,12 @@ def check_start(start: Start, config: Config, data: DataSets, sampler: Sampler, 
     check_data(start.folder, start.state.data, data_facts(sampler, data.train))
     start.check_weights()
     logger.info("resuming %s: step %d of %d", start.folder, start.manifest.step, total_steps)
+    if start.manifest.step > total_steps:
+        logger.warning(
+            "%s is beyond the %d steps that max_steps or num_train_epochs make: nothing is trained, and the model that is "
+            "written is that of step %d; resume_from_checkpoint names an older one",
+            *(start.folder.name, total_steps, start.manifest.step),
+        )
     for change in changes(start.state.settings, settings_of(config, total_steps)):
         logger.warning("changed since the checkpoint: %s", change)
 
@@ -262,7 +269,7 @@ def wants_evaluation(config: Config) -> bool:
 
 def run(loop: Loop, folder: Path) -> None:
     """Train, save, evaluate, and leave LLaMA-Factory's files in ``folder``."""
-    config, history = loop.config, loop.history
+    config, history, records = loop.config, loop.history, Records(folder)
     epoch = 0.0
     with Watchdog(loop.lanes(), 60 * config.train.watchdog_minutes):
         if config.train.do_train:
@@ -271,34 +278,42 @@ def run(loop: Loop, folder: Path) -> None:
             loop.progress.activity("saving the model")
             with loop.waiting("model writer"):
                 save_model(folder, loop.engine, loop.tokenizer)
-            history.write_results("train", metrics)
+            with records.writing("train_results.json"):
+                history.write_results("train", metrics)
         if wants_evaluation(config):
             metrics = loop.evaluate(epoch)
             if config.train.stage == "pt" and "eval_loss" in metrics:
                 metrics["perplexity"] = _perplexity(metrics["eval_loss"])
-            history.write_results("eval", metrics)
-    history.write_state(folder)
+            with records.writing("eval_results.json"):
+                history.write_results("eval", metrics)
+    with records.writing(STATE_NAME):
+        history.write_state(folder)
     if config.train.do_train:
-        write_card(folder, config, loop.engine, history, loop.cadence.total_steps)
+        with records.writing("README.md"):
+            write_card(folder, config, loop.engine, history, loop.cadence.total_steps)
         if config.train.plot_loss:
-            plot_history(history.entries, folder, title=folder.name)
+            with records.writing("the pictures of the loss"):
+                plot_history(history.entries, folder, title=folder.name)
         if loop.disk is not None:
             logger.info("%s", loop.disk.summary())
-        logger.info("trained %d steps in %s; the model is in %s", loop.totals.step, clock_time(history.elapsed_s), folder)
+        logger.info("%s", _what_was_done(loop, folder))
+    records.close(f"the model is in {folder}" if config.train.do_train else "the evaluation is done")
 
 
-def _goes_on(folder: Path) -> str:
-    """From where the same command takes a run up whose disk tier has failed."""
-    newest = candidates(folder)[:1]
-    start = f"goes on from {newest[0].name}" if newest else "starts anew"
-    return f"the same command {start}; disk_folder names another disk"
+def _what_was_done(loop: Loop, folder: Path) -> str:
+    step, taken = loop.totals.step, loop.steps_taken
+    if not taken:
+        return f"no step was left to train; the model of step {step} is in {folder}"
+    steps = "1 step" if taken == 1 else f"{taken} steps"
+    which = "" if taken == step else f", {step - taken + 1} to {step},"
+    return f"trained {steps}{which} in {clock_time(loop.history.elapsed_s)}; the model is in {folder}"
 
 
 def write_card(folder: Path, config: Config, engine: Engine, history: History, total_steps: int) -> None:
     """Write README.md."""
     counts = {"num_params": engine.num_params, "num_trained": engine.num_trained}
     text = model_card(config, entries=history.entries, total_steps=total_steps, **counts)
-    (folder / "README.md").write_text(text, encoding="utf-8")
+    replace_file(Files(), folder / "README.md", text.encode("utf-8"))
 
 
 def _perplexity(loss: float) -> float:

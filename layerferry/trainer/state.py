@@ -30,7 +30,6 @@ class Totals:
 
     step: int = 0
     skipped: int = 0
-    skipped_in_a_row: int = 0
     loss: float = 0.0
     samples: int = 0
     window_loss: float = 0.0
@@ -50,6 +49,8 @@ class RunState:
     log_lines: list[str] = field(default_factory=list)
     """Lines of trainer_log.jsonl."""
     last_eval: tuple[int, dict[str, float]] | None = None
+    skipped_batches: list[dict[str, Any]] = field(default_factory=list)
+    """Of the newest steps, as far as they were skipped (``guards``)."""
     data: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -64,6 +65,7 @@ class RunState:
             "schedule": dict(self.schedule),
             "entries": self.entries,
             "last_eval": self.last_eval,
+            "skipped_batches": self.skipped_batches,
             "data": dict(self.data),
             "settings": dict(self.settings),
         }
@@ -87,6 +89,7 @@ class RunState:
                 schedule=_metrics(body["schedule"]),
                 entries=[_metrics(entry) for entry in body["entries"]],
                 log_lines=(folder / LOG_NAME).read_text(encoding="utf-8").splitlines(keepends=True),
+                skipped_batches=[dict(batch) for batch in body["skipped_batches"]],
                 last_eval=None if last is None else (int(last[0]), _metrics(last[1])),
                 data=dict(body["data"]),
                 settings=dict(body["settings"]),

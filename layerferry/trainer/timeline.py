@@ -7,6 +7,7 @@ count as idle.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from layerferry.backends.base import Lane
+from layerferry.checkpoint.files import Files, reason_of, replace_file
 from layerferry.engine.clock import Span
 from layerferry.engine.engine import Engine
 
@@ -60,9 +62,13 @@ class StepRecorder:
             self._engine.clock.stop_recording()
             raise
         spans = self._engine.clock.stop_recording()
-        write_trace(spans, self._folder / "timeline.json")
-        draw(spans, self._folder / "timeline.png", title=f"step {step}: {spans[-1].end_s - spans[0].begin_s:.2f} s")
-        logger.info("timeline of step %d: %s", step, self._folder / "timeline.png")
+        try:
+            write_trace(spans, self._folder / "timeline.json")
+            draw(spans, self._folder / "timeline.png", title=f"step {step}: {spans[-1].end_s - spans[0].begin_s:.2f} s")
+        except OSError as error:
+            logger.error("the timeline of step %d cannot be written: %s; training goes on", step, reason_of(error))
+        else:
+            logger.info("timeline of step %d: %s", step, self._folder / "timeline.png")
 
 
 def rows_of(spans: Sequence[Span]) -> list[tuple[Lane, str]]:
@@ -101,7 +107,7 @@ def write_trace(spans: Sequence[Span], path: Path) -> None:
         }
         for span in spans
     ]
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    replace_file(Files(), path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode("utf-8"))
 
 
 def draw(spans: Sequence[Span], path: Path, *, title: str) -> None:
@@ -130,4 +136,6 @@ def draw(spans: Sequence[Span], path: Path, *, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.01)
-    figure.savefig(path)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
+    replace_file(Files(), path, drawn.getvalue())

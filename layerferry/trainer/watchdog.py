@@ -70,6 +70,7 @@ class Watchdog:
 def end_process(stalled: Sequence[Lane], patience_s: float) -> None:
     """Say who stands still, show where, and end."""
     names = ", then ".join(lane.name for lane in stalled)
-    logger.error("nothing has moved for %.0f minutes: %s. %s", patience_s / 60, names, stalled[0].advice)
+    patience = f"{patience_s / 60:.3g} minutes" if patience_s >= 120 else f"{patience_s:.3g} seconds"
+    logger.error("nothing has moved for %s (watchdog_minutes): %s. %s", patience, names, stalled[0].advice)
     faulthandler.dump_traceback(all_threads=True)
     os._exit(1)

@@ -105,6 +105,12 @@ def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) ->
         cli.main(["train", *RUN])
 
 
+def test_a_file_that_the_system_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    stand_in(monkeypatch, "layerferry.trainer", train=raises(OSError(28, "No space left on device", "/out/x")))
+    assert cli.main(["train", *RUN]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "error: /out/x: No space left on device (LAYERFERRY_DEBUG=1 shows where)"
+
+
 def test_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, "layerferry.trainer", train=raises(KeyboardInterrupt()))
     assert cli.main(["train", *RUN]) == 130

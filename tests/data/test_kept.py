@@ -68,6 +68,21 @@ def test_anything_else_is_refused(tmp_path: Path) -> None:
     write_theirs(tmp_path / "b", {"validation": [{"input_ids": [1], "attention_mask": [1]}]})
     with pytest.raises(DataError, match="has no train split"):
         kept.load(tmp_path / "b", isolated=False)
-    (tmp_path / "b/dataset_dict.json").write_text('{"splits": ["train"]}')
-    with pytest.raises(DataError, match="cannot be read as LLaMA-Factory's"):
-        kept.load(tmp_path / "b", isolated=False)
+    outside = '{"_data_files": [{"filename": "../../a/notes.txt"}]}'
+    (tmp_path / "b/train").mkdir()
+    for name, text in (
+        ("dataset_dict.json", '{"splits": ["train"]}'),
+        ("train/state.json", "[" * 100_000),
+        ("train/state.json", outside),
+    ):
+        (tmp_path / "b" / name).write_text(text)
+        with pytest.raises(DataError, match="cannot be read as LLaMA-Factory's"):
+            kept.load(tmp_path / "b", isolated=False)
+
+
+def test_a_disk_that_does_not_take_them(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        DataError, match=r"tokenized_path: .*/file/sets cannot be written: Not a directory: free the disk, or name"
+    ):
+        kept.save(tmp_path / "file" / "sets", {"train": SampleSet(iter([Row(input_ids=[1], labels=[1])]))})

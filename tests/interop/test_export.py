@@ -84,6 +84,9 @@ def test_what_cannot_be_exported_is_named(folder: Path, tmp_path: Path) -> None:
     empty.mkdir()
     with pytest.raises(CheckpointError, match=r"config\.json: not readable"):
         run(empty, tmp_path / "out")
+    (empty / "config.json").write_text("[" * 100_000, encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"config\.json: not readable"):
+        run(empty, tmp_path / "out")
     (empty / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(CheckpointError):
         run(empty, tmp_path / "out")

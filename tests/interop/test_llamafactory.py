@@ -111,6 +111,8 @@ SGD = "model_name_or_path: m\nfinetuning_type: full\noptim: sgd\n"
         ("stage: dpo\n", r"run.yaml:1: stage: 'dpo' is not supported: pt, sft \(rm, dpo, kto and ppo are not there yet\)"),
         ("finetuning_type: full\ndataset: d\n", r"run.yaml: model_name_or_path: missing"),
         ("model_name_or_path: m\nfinetuning_type: full\n", r"run.yaml: dataset: missing"),
+        ("finetuning_type: full\noutput_dir:\n", r"run.yaml:2: output_dir: empty: name the folder"),
+        ("finetuning_type: full\noutput_dir: ''\n", r"run.yaml:2: output_dir: empty: name the folder"),
         ("fp16: true\n", r"run.yaml:1: fp16: True is not supported: .*bf16: true"),
         ("optim: galore_adamw\n", r"run.yaml:1: optim: 'galore_adamw' is not supported"),
         (SGD + "optim_args: nesterov=true\n", r"run.yaml:4: optim_args: expected momentum=0.9"),

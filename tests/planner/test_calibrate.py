@@ -196,8 +196,9 @@ def test_measurements_are_read_again_and_a_changed_shape_is_not(ledger: Ledger, 
     again = measure(plan, shape)
     assert first is not None and again == replace(first, head_peak=12345)
     assert calibrate.reader(built, backend)(replace(plan, chunk_tokens=8), shape) is None
-    path.write_text("{")
-    assert measure(plan, shape) == first, "a damaged file is measured again"
+    for damaged in ("{", "[" * 100_000):
+        path.write_text(damaged)
+        assert measure(plan, shape) == first, "a damaged file is measured again"
 
 
 def test_a_backend_that_does_not_count_is_not_measured() -> None:

@@ -126,6 +126,14 @@ def test_a_budget_that_holds_no_part_is_refused_with_the_least_that_does() -> No
     assert decide(ask(device_gib=0.9 * least)).shortfall is not None
 
 
+def test_a_host_budget_is_refused_with_one_that_fits() -> None:
+    on_cpu = {"cpu": True, "device_source": "host_memory"}
+    shortfall = decide(ask(config(rows=8), host_gib=20, **on_cpu)).shortfall
+    assert shortfall is not None
+    enough = float(re.search(r"host_memory: ([\d.]+) GiB fits", shortfall)[1])  # type: ignore[index]
+    assert decide(ask(config(rows=8), host_gib=enough + 0.06, **on_cpu)).shortfall is None
+
+
 @pytest.mark.parametrize("device_gib", [10, 24])
 def test_a_small_device_keeps_inputs_at_the_host_in_one_wave(device_gib: float) -> None:
     """128 rows of 1024 tokens have inputs of 24.5 GiB beside 99.3 GiB of planes."""

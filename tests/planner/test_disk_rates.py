@@ -58,7 +58,9 @@ def test_no_more_is_written_than_the_disk_may_hold_and_a_small_probe_is_not_reme
     assert [unit_bytes for _, unit_bytes in measured.asked] == [1 << 20, 1 << 20, 4096]
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"disk_read_bytes_per_s": 1.0, "disk_write_bytes_per_s": 0}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", "[" * 100_000, '{"disk_read_bytes_per_s": 1.0, "disk_write_bytes_per_s": 0}']
+)
 def test_a_damaged_memory_is_none(tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch) -> None:
     measured, path = Measured(monkeypatch), rates.rates_file(tmp_path)
     path.parent.mkdir(parents=True)

@@ -63,7 +63,9 @@ def test_what_cannot_be_measured_keeps_its_default_and_is_named(monkeypatch: pyt
     assert any("matrix products not measured (no luck)" in note for note in found.notes)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"matmul_flops_per_s": "much"}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"matmul_flops_per_s": "much"}', "[" * 100_000, '{"a": 1' + "0" * 400 + "}"]
+)
 def test_a_damaged_cache_is_no_cache(content: str) -> None:
     path = rates_file("some device")
     path.parent.mkdir(parents=True)

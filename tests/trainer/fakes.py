@@ -30,6 +30,7 @@ class FakeEngine:
     eval_loss: float = 2.0
     rows: int = 2
     num_params: int = 10
+    num_trained: int = 10
     calls: list[tuple[str, Any]] = field(default_factory=list)
     saves_fail: bool = False
 

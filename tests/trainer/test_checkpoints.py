@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from layerferry.checkpoint.files import Files
+from layerferry.checkpoint.folders import Latest, write_latest
 from layerferry.engine.pretrained import save_tokenizer
 from layerferry.errors import LayerFerryError
-from layerferry.trainer.checkpoints import Checkpoints, save_model, side_files
+from layerferry.trainer.checkpoints import Checkpoints, behind_a_spoilt_step, save_model, side_files
 from layerferry.trainer.state import RunState
+from tests.checkpoint.test_folders import OTHER, OWN, make
 from tests.trainer.fakes import FakeEngine, FakeSaver, make_config, make_loop
 
 
@@ -67,12 +71,36 @@ def test_a_fault_is_told_and_training_goes_on(tmp_path: Path, caplog: pytest.Log
 
 
 def test_the_last_save_fails_loudly_and_whole(tmp_path: Path) -> None:
-    with pytest.raises(LayerFerryError, match="No space left on device$"):
+    with pytest.raises(LayerFerryError, match="the disk is full: .*; no checkpoint can be resumed: the run starts anew$"):
         save_model(tmp_path, FakeEngine([], saves_fail=True), None)
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / "checkpoint-7").mkdir()
-    with pytest.raises(LayerFerryError, match="No space left on device; the same command goes on from checkpoint-7"):
+    make(tmp_path, 7)
+    make(tmp_path, 8, resumable=False)
+    make(tmp_path, 9, run=OTHER)
+    write_latest(Files(), tmp_path, Latest(run=OWN, checkpoint="checkpoint-8"))
+    with pytest.raises(LayerFerryError, match=r"full: .*; the same command goes on from checkpoint-7 \(without overwrite"):
         save_model(tmp_path, FakeEngine([], saves_fail=True), None)
+    with pytest.raises(LayerFerryError, match="could not be saved into .*: the folder has vanished: is the disk still mounted"):
+        save_model(tmp_path / "gone", FakeEngine([]), None)
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ((), "there is no checkpoint from before: start anew"),
+        ((5,), "checkpoint-5 may be spoilt too; there is no checkpoint from before: start anew"),
+        ((3, 4, 5), "checkpoint-5 may be spoilt too; go on from the newest .*: resume_from_checkpoint: .*/checkpoint-4"),
+        ((3,), "go on from the newest that a finite step has proven: resume_from_checkpoint: .*/checkpoint-3"),
+    ],
+)
+def test_behind_a_spoilt_step(tmp_path: Path, steps: tuple[int, ...], message: str) -> None:
+    """Step 6 was not finite: what was saved behind step 5 may be the cause, what was saved before has been seen to be well."""
+    for step in steps:
+        make(tmp_path, step)
+    make(tmp_path, 2, resumable=False)
+    make(tmp_path, 9, run=OTHER)
+    write_latest(Files(), tmp_path, Latest(run=OWN, checkpoint=None))
+    assert re.fullmatch(message, behind_a_spoilt_step(tmp_path, 5))
 
 
 def test_a_tokenizer_that_the_disk_does_not_take(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,40 @@ def test_a_folder_that_nobody_may_write() -> None:
         claim(config(Path("/proc/layerferry")))
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("all_results.json", "train_results.json", "trainer_state.json", "README.md", "latest", "model.safetensors"),
+        *("trainer_log.jsonl", "config.json", "training_loss.png", "chat_template.jinja", "skipped_batches.json"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["directory", "pipe"])
+def test_something_else_where_a_file_of_the_run_belongs(tmp_path: Path, name: str, kind: str) -> None:
+    """Found before anything is loaded, not after the last step; and what may lie there is left alone."""
+    (tmp_path / name).mkdir() if kind == "directory" else os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match=f"output_dir: {tmp_path / name} is a {kind[:4]}.* belongs: move it away$"):
+        claim(config(tmp_path))
+    (tmp_path / name).rmdir() if kind == "directory" else (tmp_path / name).unlink()
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "runs").mkdir()
+    claim(config(tmp_path)).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "runs"]
+
+
+def test_a_log_that_is_a_link_is_refused_and_not_written_through(tmp_path: Path) -> None:
+    folder, precious = tmp_path / "out", tmp_path / "precious"
+    folder.mkdir()
+    precious.write_text("precious")
+    (folder / "trainer_log.jsonl").symlink_to(precious)
+    with pytest.raises(ConfigError, match="trainer_log.jsonl is a link, and the log is written in place: remove it"):
+        claim(config(folder))
+    for name in ("latest", "README.md"):
+        (folder / name).symlink_to(precious)  # these are replaced, so a link may be there
+    (folder / "trainer_log.jsonl").unlink()
+    claim(config(folder)).close()
+    assert precious.read_text() == "precious"
+
+
 def test_opening_starts_a_new_log(tmp_path: Path) -> None:
     (tmp_path / "trainer_log.jsonl").write_text("{}\n")
     (tmp_path / ".partial-x").mkdir()
@@ -63,3 +98,37 @@ def test_whole_files(tmp_path: Path) -> None:
         (filled / "a").write_text("new")
     assert (tmp_path / "a").read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+@pytest.mark.parametrize("before", [(SINGLE,), (INDEX, *SHARDS), (INDEX, "model-00001-of-00003.safetensors"), (INDEX, SINGLE)])
+@pytest.mark.parametrize("after", [(SINGLE,), (INDEX, *SHARDS)])
+def test_weights_of_an_earlier_run_are_never_mixed_with_the_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: tuple[str, ...], after: tuple[str, ...]
+) -> None:
+    """Whatever transformers finds first (one file, then the index), it and all behind it are old or new, at every moment."""
+
+    def assert_one_model(folder: Path) -> None:
+        there = {path.name: path.read_text() for path in folder.iterdir() if path.is_file()}
+        kinds = {there[SINGLE]} if SINGLE in there else {there.get(name) for name in (INDEX, *SHARDS) if INDEX in there}
+        assert kinds in (set(), {"new"}, {"old"}, {"old", None}), there
+
+    real, moves = os.replace, []
+
+    def replace(source: str | Path, target: str | Path) -> None:
+        assert_one_model(tmp_path)
+        real(source, target)
+        moves.append(target)
+        assert_one_model(tmp_path)
+
+    for name in before:
+        (tmp_path / name).write_text("old")
+    monkeypatch.setattr(os, "replace", replace)
+    with whole_files(tmp_path) as filled:
+        for name in (*after, "config.json"):
+            (filled / name).write_text("new")
+    assert len(moves) == len(after) + 1
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys((*after, "config.json"), "new")

@@ -6,6 +6,8 @@ import json
 import math
 from pathlib import Path
 
+import pytest
+
 from layerferry.config import TrainConfig
 from layerferry.trainer.cadence import Cadence
 from layerferry.trainer.history import History, clock_time, write_json
@@ -110,6 +112,21 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
     write_json(tmp_path / "x.json", {"a": math.nan, "b": [math.inf, 1.0]})
     assert json.loads((tmp_path / "x.json").read_text(), parse_constant=lambda name: 1 / 0) == {"a": None, "b": [None, 1.0]}
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_the_log_is_not_written_through_a_link_that_has_come_meanwhile(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    history = make_history(tmp_path, Clock())
+    (tmp_path / "trainer_log.jsonl").symlink_to(precious)
+    history.add({"loss": 1.0}, step=1, epoch=0.1)
+    assert precious.read_text() == "precious" and "trainer_log.jsonl cannot be written" in caplog.text
+    (tmp_path / "trainer_log.jsonl").unlink()
+    history.add({"loss": 1.0}, step=2, epoch=0.2)
+    assert [line["current_steps"] for line in read_lines(tmp_path / "trainer_log.jsonl")] == [1, 2]
+    (tmp_path / "trainer_state.json").symlink_to(precious)
+    history.write_state(tmp_path)
+    assert precious.read_text() == "precious" and json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 2
 
 
 def test_clock_time() -> None:

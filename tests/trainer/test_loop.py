@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from layerferry.checkpoint.files import Files
+from layerferry.data import Cursor
+from layerferry.engine.arrivals import taken_already
 from layerferry.engine.engine import EvalReport, StepReport
 from layerferry.errors import DataError, Interrupted, LayerFerryError
 from layerferry.trainer import run, watchdog
-from layerferry.trainer.state import RunState
+from layerferry.trainer.state import RunState, Totals
+from tests.checkpoint.test_folders import make
 from tests.trainer.fakes import FakeEngine, make_config, make_loop, read_lines
 
 
@@ -128,6 +134,71 @@ def test_a_run_that_only_skips_ends(tmp_path: Path, most: int) -> None:
     expected = [order[2:4], order[4:6], order[6:], *([order[:2], order[2:4], order[4:6], order[6:]] * 3)]
     assert [batch["rows"] for batch in batches] == expected[: most + 1]
     assert all(batch["after_step"] == 1 and batch["reason"] == "loss nan, gradient norm inf" for batch in batches)
+
+
+def test_skips_in_a_row_are_counted_over_a_resume(tmp_path: Path) -> None:
+    """Two before the process ended, one behind it: the file names all three, as that of an uninterrupted run does."""
+    config = make_config(tmp_path, max_steps=3, save_strategy="no", max_skipped_steps=2)
+    first = make_loop(config, FakeEngine([1.0, None, None]))
+    with pytest.raises(IndexError):
+        first.run()
+    state = first.state()
+    again = make_loop(config, FakeEngine([None]))
+    again = replace(again, cursor=state.cursor, totals=state.totals, skipped_batches=state.skipped_batches)
+    with pytest.raises(LayerFerryError, match="3 steps in a row after step 1 were not finite"):
+        again.run()
+    batches = json.loads((tmp_path / "skipped_batches.json").read_text())["batches"]
+    assert [batch["rows"] for batch in batches] == [[2, 3], [4, 5], [6]]
+
+
+def test_a_spoilt_step_says_from_where_to_go_on(tmp_path: Path) -> None:
+    class Spoilt(FakeEngine):
+        def step(self, micro_batches: Any, objective: Any = None, *, lr: float) -> StepReport:
+            if len(self.calls) == 2:
+                raise taken_already(3, float("nan"), 1.0)
+            return super().step(micro_batches, objective, lr=lr)
+
+    make(tmp_path, 1)
+    with pytest.raises(LayerFerryError, match=r"step 3 .* rows: 4, 5\. go on from .*: resume_from_checkpoint: .*checkpoint-1$"):
+        make_loop(make_config(tmp_path, max_steps=3, save_strategy="no"), Spoilt([1.0] * 3)).run()
+
+
+@pytest.mark.parametrize("broken", ["train_results.json", "all_results.json", "trainer_state.json", "README.md"])
+def test_a_record_that_cannot_be_written_costs_neither_the_model_nor_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
+) -> None:
+    real = Files.create
+
+    def create(self: Files, path: Path) -> int:
+        if path.name.startswith(f".{broken}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(self, path)
+
+    monkeypatch.setattr(Files, "create", create)
+    loop = make_loop(make_config(tmp_path, max_steps=2, save_strategy="no"), FakeEngine([1.0] * 2))
+    named = {"all_results.json": "train_results.json"}.get(broken, broken)
+    with pytest.raises(LayerFerryError, match=f"the model is in {tmp_path}, but not written were: {named} "):
+        run.run(loop, tmp_path)
+    assert f"{named} cannot be written: the disk is full: free space" in caplog.text
+    names = {"train_results.json", "all_results.json", "trainer_state.json", "README.md"} - {broken}
+    left = {path.name for path in tmp_path.iterdir()} - {"config.json", "model.safetensors", "trainer_log.jsonl"}
+    assert (tmp_path / "model.safetensors").exists()
+    assert left == names - ({"all_results.json"} if broken == "train_results.json" else set())
+
+
+def test_what_was_done_is_said_exactly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    said = []
+    for before, steps in ((0, 2), (2, 3), (3, 1)):
+        loop = make_loop(make_config(tmp_path, max_steps=steps, save_strategy="no"), FakeEngine([1.0] * 3))
+        loop = replace(loop, totals=Totals(step=before), cursor=Cursor(0, before))
+        with caplog.at_level(logging.INFO, "layerferry"):
+            run.run(loop, tmp_path)
+        said.append(caplog.records[-1].getMessage().removesuffix(f" is in {tmp_path}"))
+    assert said == [
+        "trained 2 steps in 0:00:00; the model",
+        "trained 1 step, 3 to 3, in 0:00:00; the model",
+        "no step was left to train; the model of step 3",
+    ]
 
 
 def test_skipped_steps_are_counted(tmp_path: Path) -> None:

@@ -121,6 +121,12 @@ def test_a_branch_that_was_left_behind(begins: Begins, output: Path, base: Path,
     assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-3"]
 
 
+def test_fewer_steps_than_are_done(begins: Begins, caplog: pytest.LogCaptureFixture) -> None:
+    assert begins(max_steps=1) == 2
+    assert "checkpoint-2 is beyond the 1 steps that max_steps or num_train_epochs make: nothing is trained" in caplog.text
+    assert "no step was left to train; the model of step 2 is in" in caplog.text
+
+
 def test_models_alone_do_not_push_the_state_out(begins: Begins, output: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert begins(save_only_model=True, save_total_limit=1) == 2
     assert "checkpoint-2 stays beside save_total_limit: 1: save_only_model writes none that can be resumed" in caplog.text

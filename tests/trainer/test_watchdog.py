@@ -62,4 +62,7 @@ def test_the_process_ends_and_shows_where() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert "nothing has moved for 0 minutes: device. Look at dmesg." in done.stderr and "in stands_still" in done.stderr
+    assert (
+        "nothing has moved for 0.3 seconds (watchdog_minutes): device. Look at dmesg." in done.stderr
+        and "in stands_still" in done.stderr
+    )
