@@ -88,7 +88,10 @@ class Manifest:
         if not isinstance(value, dict) or "format" not in value:
             raise CheckpointError(f"{path}: not a manifest of LayerFerry")
         if value["format"] != FORMAT:
-            raise CheckpointError(f"{path}: format {value['format']!r}; this version reads format {FORMAT}")
+            raise CheckpointError(
+                f"{path}: format {str(value['format'])[:20]!r}, of another version of LayerFerry; this one reads {FORMAT}: "
+                "go on with that version, or start anew from the weights (model_name_or_path)"
+            )
         body = {key: item for key, item in value.items() if key != "crc32"}
         if value.get("crc32") != _sum(body):
             raise CheckpointError(f"{path}: damaged: its checksum does not fit its content")

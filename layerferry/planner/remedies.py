@@ -116,7 +116,9 @@ def _larger_device(question: Problem, needed: int) -> Iterator[str]:
 def _larger_host(question: Problem, needed: int) -> Iterator[str]:
     """A ``host_memory`` that is enough: what the plan that is least short needs."""
     enough = -(-needed // ROUNDED) * ROUNDED
-    if search(replace(question, machine=replace(question.machine, host_available=enough)))[1]:
+    there = enough if question.machine.is_cpu else question.machine.device_available  # there they are one memory
+    machine = replace(question.machine, host_available=enough, device_available=there)
+    if search(replace(question, machine=machine))[1]:
         yield f"host_memory: {size_text(enough)} fits"
 
 

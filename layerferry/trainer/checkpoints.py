@@ -30,22 +30,33 @@ class ModelSaver(Protocol):
 
     def settle(self) -> None: ...
 
-    def save_pretrained(self, folder: Path, *, tokenizer: Any = None) -> None: ...
+    def save_pretrained(self, folder: Path) -> None: ...
 
 
-def save_model(folder: Path, engine: ModelSaver, tokenizer: Any) -> None:
+def save_model(folder: Path, engine: ModelSaver) -> None:
     """Write the trained model into the output folder."""
     engine.settle()
     try:
         with whole_files(folder) as filled:
-            engine.save_pretrained(filled, tokenizer=tokenizer)
+            engine.save_pretrained(filled)
     except (OSError, CheckpointError) as error:
         reason = reason_of(error) if isinstance(error, OSError) else error
+        reason = str(reason).rstrip(".")
         raise LayerFerryError(f"the trained model could not be saved into {folder}: {reason}; {how_to_go_on(folder)}") from error
+
+
+def save_tokenizer_beside(folder: Path, tokenizer: Any) -> None:
+    """Write the tokenizer beside the model; ``OSError``. It comes last and alone: weights must not be lost for want of what every
+    copy of the model has."""
+    if tokenizer is not None:
+        with whole_files(folder) as filled:
+            save_tokenizer(tokenizer, filled)
 
 
 def how_to_go_on(folder: Path) -> str:
     """What the newest checkpoint that can be resumed is good for."""
+    if not folder.is_dir():
+        return "when it is back, the same command goes on from the newest checkpoint in it (without overwrite_output_dir)"
     newest = newest_resumable(on_line(folder, read_latest(folder)))
     if newest is None:
         return "no checkpoint can be resumed: the run starts anew"

@@ -41,7 +41,7 @@ from layerferry.planner.problem import problem
 from layerferry.planner.report import render
 from layerferry.trainer.cadence import Cadence
 from layerferry.trainer.card import model_card
-from layerferry.trainer.checkpoints import Checkpoints, how_to_go_on, save_model, side_files
+from layerferry.trainer.checkpoints import Checkpoints, how_to_go_on, save_model, save_tokenizer_beside, side_files
 from layerferry.trainer.determinism import deterministic_kernels
 from layerferry.trainer.disk import DiskWatch
 from layerferry.trainer.folder import Records, claim, open_folder
@@ -277,7 +277,9 @@ def run(loop: Loop, folder: Path) -> None:
             epoch = metrics["epoch"]
             loop.progress.activity("saving the model")
             with loop.waiting("model writer"):
-                save_model(folder, loop.engine, loop.tokenizer)
+                save_model(folder, loop.engine)
+            with records.writing("the tokenizer"):
+                save_tokenizer_beside(folder, loop.tokenizer)
             with records.writing("train_results.json"):
                 history.write_results("train", metrics)
         if wants_evaluation(config):

@@ -126,12 +126,16 @@ def test_a_budget_that_holds_no_part_is_refused_with_the_least_that_does() -> No
     assert decide(ask(device_gib=0.9 * least)).shortfall is not None
 
 
-def test_a_host_budget_is_refused_with_one_that_fits() -> None:
-    on_cpu = {"cpu": True, "device_source": "host_memory"}
-    shortfall = decide(ask(config(rows=8), host_gib=20, **on_cpu)).shortfall
+@pytest.mark.parametrize(("cpu", "host_gib"), [(False, 30.0), (True, 30.0)])
+def test_a_host_budget_is_refused_with_one_that_fits(cpu: bool, host_gib: float) -> None:
+    def asked(host_gib: float) -> str | None:
+        there = machine(device_gib=8, host_gib=host_gib, cpu=cpu, **({"device_source": "host_memory"} if cpu else {}))
+        return decide(problem(qwen("qwen2.5-3b"), specs(), there, config(rows=1), 128)).shortfall
+
+    shortfall = asked(host_gib)
     assert shortfall is not None
     enough = float(re.search(r"host_memory: ([\d.]+) GiB fits", shortfall)[1])  # type: ignore[index]
-    assert decide(ask(config(rows=8), host_gib=enough + 0.06, **on_cpu)).shortfall is None
+    assert enough > host_gib and asked(enough + 0.005) is None
 
 
 @pytest.mark.parametrize("device_gib", [10, 24])

@@ -14,6 +14,7 @@ from layerferry.checkpoint.files import Files
 from layerferry.checkpoint.folders import Latest, write_latest
 from layerferry.engine.pretrained import save_tokenizer
 from layerferry.errors import LayerFerryError
+from layerferry.trainer import run
 from layerferry.trainer.checkpoints import Checkpoints, behind_a_spoilt_step, save_model, side_files
 from layerferry.trainer.state import RunState
 from tests.checkpoint.test_folders import OTHER, OWN, make
@@ -72,16 +73,32 @@ def test_a_fault_is_told_and_training_goes_on(tmp_path: Path, caplog: pytest.Log
 
 def test_the_last_save_fails_loudly_and_whole(tmp_path: Path) -> None:
     with pytest.raises(LayerFerryError, match="the disk is full: .*; no checkpoint can be resumed: the run starts anew$"):
-        save_model(tmp_path, FakeEngine([], saves_fail=True), None)
+        save_model(tmp_path, FakeEngine([], saves_fail=True))
     assert list(tmp_path.iterdir()) == []
     make(tmp_path, 7)
     make(tmp_path, 8, resumable=False)
     make(tmp_path, 9, run=OTHER)
     write_latest(Files(), tmp_path, Latest(run=OWN, checkpoint="checkpoint-8"))
     with pytest.raises(LayerFerryError, match=r"full: .*; the same command goes on from checkpoint-7 \(without overwrite"):
-        save_model(tmp_path, FakeEngine([], saves_fail=True), None)
-    with pytest.raises(LayerFerryError, match="could not be saved into .*: the folder has vanished: is the disk still mounted"):
-        save_model(tmp_path / "gone", FakeEngine([]), None)
+        save_model(tmp_path, FakeEngine([], saves_fail=True))
+    with pytest.raises(
+        LayerFerryError, match="could not be saved into .*: the folder has vanished: .*; when it is back, the same command"
+    ):
+        save_model(tmp_path / "gone", FakeEngine([]))
+
+
+def test_weights_are_not_lost_for_want_of_a_tokenizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Tokenizer:
+        def save_pretrained(self, folder: Path) -> None:
+            (folder / "tokenizer.json").write_text("half")
+            raise Exception("No space left on device (os error 28)")  # as the tokenizers library does
+
+    loop = make_loop(make_config(tmp_path, max_steps=1, save_strategy="no"), FakeEngine([1.0]))
+    loop.tokenizer = Tokenizer()
+    with pytest.raises(LayerFerryError, match=f"the model is in {tmp_path}, but not written were: the tokenizer "):
+        run.run(loop, tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == b"weights" and not (tmp_path / "tokenizer.json").exists()
+    assert "the tokenizer cannot be written: No space left on device" in caplog.text
 
 
 @pytest.mark.parametrize(
