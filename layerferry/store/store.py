@@ -149,17 +149,17 @@ class Store:
         assert tuple(value.shape) == entry.shape, f"{entry.name}: {tuple(value.shape)} is not {entry.shape}"
         weight, residue = self.plane(unit, WEIGHT).view(entry), self._residue(unit, entry)
         if residue is None:
-            weight.copy_(value)
+            _put(weight, value)
         elif value.dtype == torch.bfloat16:
-            weight.copy_(value)
+            _put(weight, value)
             residue.zero_()
         else:
             split = split_master24 if residue.dtype == torch.int8 else split_master
             flat = (value.reshape(-1), weight.view(-1), residue.view(-1))
             for given, upper, lower in zip(*(torch.split(one, PIECE) for one in flat), strict=True):
                 high, low = split(given.float())
-                upper.copy_(high)
-                lower.copy_(low)
+                _put(upper, high)
+                _put(lower, low)
 
     def master(self, unit: Unit, entry: Entry) -> Tensor:
         """The master of one parameter as fp32, a copy in ``entry.shape`` where the unit lives."""
@@ -174,3 +174,10 @@ class Store:
     def parameter(self, unit: Unit, entry: Entry) -> Tensor:
         """The parameter as the device computes with it (bf16, or fp32 where it must be), a view @host."""
         return self.plane(unit, WEIGHT).view(entry)
+
+
+def _put(target: Tensor, value: Tensor) -> None:
+    """Write ``value``, wherever it is. TRAP: straight from a device into a plane that is registered in pieces, a copy over a
+    border of two pieces is refused (``backends/pinning.py``); through memory of its own it is not."""
+    for part, given in zip(torch.split(target.view(-1), PIECE), torch.split(value.reshape(-1), PIECE), strict=True):
+        part.copy_(given.to(part.device))

@@ -12,6 +12,9 @@ from layerferry.backends import cuda
 from layerferry.backends.base import Lane
 from layerferry.backends.cuda import CudaBackend, device_count
 from layerferry.backends.pinning import Pinning
+from layerferry.layout import NO_PLANE, RESIDUE, RESIDUE_PLANE, Layout, ParameterSpec
+from layerferry.store.store import Store, plane_specs
+from layerferry.units import Unit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="no CUDA device")]
 
@@ -67,6 +70,20 @@ def test_a_buffer_registered_in_pieces_is_copied_over_their_borders() -> None:
     del host, back
     gc.collect()
     torch.randn(3 << 18).cuda()  # whatever is mapped there next can be copied
+
+
+def test_weights_made_on_the_device_cross_the_borders_of_pinned_planes() -> None:
+    backend = CudaBackend()
+    backend._pinning = Pinning(cuda._register, cuda._unregister, piece_bytes=1 << 21)
+    layout = Layout.of([ParameterSpec(name="w", shape=(3 << 20,), dtype=torch.bfloat16)])
+    unit = Unit(index=0, name="only", is_layer=True, layout=layout, names={"w": "w"})
+    for residue in (RESIDUE_PLANE, NO_PLANE):
+        store = Store([unit], plane_specs({RESIDUE: residue}), backend)
+        for value in (torch.randn(3 << 20, device=backend.device), torch.randn(3 << 20, device=backend.device).bfloat16()):
+            store.set_parameter(unit, layout.by_name["w"], value)
+            kept = value.cpu().float()
+            expected = kept if residue is RESIDUE_PLANE else kept.bfloat16().float()
+            assert torch.equal(store.master(unit, layout.by_name["w"]), expected)
 
 
 def test_copies_wait_for_fences() -> None:
