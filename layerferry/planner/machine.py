@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import platform
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,10 @@ from layerferry.planner.disk_rates import DISK_GUESS, DISK_RATES, disk_rates
 from layerferry.planner.host import cores, host_limits, host_total, locked_limit
 from layerferry.planner.rate import GUESS, Rate
 from layerferry.planner.stopwatch import copied_bytes_per_s, device_traffic, links, matmul_flops_per_s, triad_bytes_per_s
+from layerferry.store.scratch import ScratchFile
 
 BRIEF = "measured in brief"
+DISK_MEMORY = "disk_memory"
 BRIEF_BYTES = 1 << 27
 OPTIMIZER_BYTES_PER_PARAM = 22
 """Read and written by one AdamW update of a split master with bf16 gradient."""
@@ -93,7 +95,8 @@ class Machine:
     others_s_per_param: Rate | None = None
     """Of parameters that are no matrices, where an optimizer has matrices of its own, which it orthogonalises @device."""
     disk_available: int = 0
-    """Bytes of a disk that optimizer state may take: ``disk_memory``."""
+    """Bytes of a disk that optimizer state may take."""
+    disk_source: str = DISK_MEMORY
     disk_read_bytes_per_s: Rate = DISK_GUESS
     disk_write_bytes_per_s: Rate = DISK_GUESS
     """Checksums included, while both directions run."""
@@ -135,7 +138,7 @@ class Machine:
                 "cores": self.cores,
                 "locked_limit_bytes": self.locked_limit,
             },
-            "disk": {"available_bytes": self.disk_available},
+            "disk": {"available_bytes": self.disk_available, "source": self.disk_source},
             "rates": rates,
             "notes": list(self.notes),
         }
@@ -175,7 +178,9 @@ def machine_for(engine: EngineConfig, backend: Backend, disk: Path = Path()) -> 
     if not engine.disk_memory:
         return assemble(engine, backend, rates)
     found, notes = disk_rates(disk, engine.disk_memory)
-    return assemble(engine, backend, rates | found, notes)
+    there = assemble(engine, backend, rates | found, notes)
+    free = ScratchFile(disk).free_bytes()
+    return there if free >= engine.disk_memory else replace(there, disk_available=free, disk_source="free on the disk")
 
 
 def brief_rates(backend: Backend) -> dict[str, Rate]:

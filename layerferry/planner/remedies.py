@@ -67,7 +67,8 @@ def _remedies(question: Problem, plan: Plan) -> Iterator[str]:
         yield from _larger_host(question, places[HOST][0])
     for place in sorted(short):
         if _reported(question, place):
-            yield f"{_budget_key(place)}: states another limit than {_source(question, place)}"
+            another = f"{_budget_key(place)}: states another limit than {_source(question, place)}"
+            yield "disk_folder: names a disk with more room" if place == DISK else another
 
 
 def _planes_fit(question: Problem, plan: Plan) -> bool:
@@ -185,9 +186,8 @@ def _reported(question: Problem, place: str) -> bool:
 
 
 def _source(question: Problem, place: str) -> str:
-    if place == DISK:
-        return _budget_key(DISK)
-    return question.machine.host_source if place == HOST else question.machine.device_source
+    machine = question.machine
+    return {HOST: machine.host_source, DEVICE: machine.device_source, DISK: machine.disk_source}[place]
 
 
 def _budget_key(place: str) -> str:

@@ -179,7 +179,7 @@ def _bytes(plan: Plan, question: Problem) -> str:
 
 
 def _against(needed: int, there: int, machine: Machine, place: str) -> str:
-    source = {HOST: machine.host_source, DEVICE: machine.device_source, DISK: "disk_memory"}[place]
+    source = {HOST: machine.host_source, DEVICE: machine.device_source, DISK: machine.disk_source}[place]
     what = "needed, both places in one memory" if machine.one_memory and place == HOST else "needed"
     verdict = f"{(there - needed) / GIB:.2f} left" if needed <= there else f"{(needed - there) / GIB:.2f} SHORT"
     return f"  {what:<44} {needed / GIB:9.2f} GiB   of {there / GIB:.2f} ({source}): {verdict}"

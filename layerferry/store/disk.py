@@ -145,7 +145,8 @@ class DiskTier:
     @contextmanager
     def at_hand(self, unit: int, *, writes: bool) -> Iterator[Tensor]:
         """The planes of ``unit``, uint8 [its bytes in whole blocks] @host, while the caller is inside. With ``writes`` they are
-        spilled behind it. One thread holds one unit at a time."""
+        spilled behind it. TRAP: all threads together hold ``RING`` units at most, or they wait for each other: the worker two, of
+        updates in stages, and a checkpoint one (tests/engine/test_disk.py)."""
         held = self._take(unit, consumes=writes)
         size = self._sizes[unit]
         try:

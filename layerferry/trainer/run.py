@@ -93,9 +93,8 @@ def _train(config: Config, trackers: list[str]) -> None:
         if start is not None:
             check_start(start, config, data, sampler, total_steps)
         backend = make(config.engine.device)
-        machine = machine_for(
-            config.engine, backend, config.disk_folder
-        )  # before loading: free memory is what the plan had to choose from
+        # before loading: free memory is what the plan had to choose from
+        machine = machine_for(config.engine, backend, config.disk_folder)
         row_tokens = max(int(samples.lengths.max()) for samples in (data.train, *data.eval.values()))
         logger.info("loading weights ...")
         engine = api.load(

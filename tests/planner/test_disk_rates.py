@@ -48,6 +48,14 @@ def test_a_machine_has_them_where_a_disk_may_be_used(tmp_path: Path, monkeypatch
     assert again.disk_read_bytes_per_s == found.disk_read_bytes_per_s and len(measured.asked) == 1
 
 
+def test_no_more_of_a_disk_is_offered_than_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Measured(monkeypatch)
+    monkeypatch.setattr("layerferry.planner.machine.ScratchFile", lambda folder: SmallDisk(folder, 10 << 20))
+    for wanted, offered in ((1 << 20, (1 << 20, "disk_memory")), (1 << 40, (10 << 20, "free on the disk"))):
+        found = machine_for(EngineConfig(disk_memory=wanted), CpuBackend(), tmp_path)
+        assert (found.disk_available, found.disk_source) == offered
+
+
 def test_no_more_is_written_than_the_disk_may_hold_and_a_small_probe_is_not_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
