@@ -230,6 +230,7 @@ def assemble(engine: EngineConfig, backend: Backend, rates: dict[str, Rate], not
         locked_limit=locked_limit(),
         cores=cores(),
         disk_available=engine.disk_memory or 0,
+        disk_source=DISK_MEMORY,
         unified=isinstance(backend, CudaBackend) and backend.is_unified,
         num_nodes=max(len(own_nodes()), 1),
         notes=notes,

@@ -107,7 +107,7 @@ class Store:
     @contextmanager
     def at_hand(self, unit: Unit, *, writes: bool = True) -> Iterator[Mapping[str, Plane]]:
         """All planes of ``unit``, where they can be read while the caller is inside, and with ``writes`` be written: state @disk
-        is fetched before and spilled behind. A unit belongs to one thread at a time, and few may be held (``DiskTier.at_hand``)."""
+        is fetched before and spilled behind. A unit belongs to one thread at a time, and few are held (``DiskTier.at_hand``)."""
         if self.disk is None or unit.index not in self.on_disk:
             yield self._planes[unit.index]
             return

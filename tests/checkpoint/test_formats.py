@@ -42,20 +42,28 @@ def decoded(engine: Engine, kind: str) -> dict[str, torch.Tensor]:
     return found
 
 
+CHAINS = (("streamed", "home", "disk"), ("disk", "home", "streamed"))
+"""Between them every place leads to every other."""
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=", ".join)
 @pytest.mark.parametrize("name", FORMATS)
-def test_resumption_is_exact(tmp_path: Path, name: str) -> None:
-    """Also under another plan, with units @device: saved codes and the counted random numbers are all there is."""
+def test_resumption_is_exact(tmp_path: Path, name: str, chain: tuple[str, ...]) -> None:
+    """Each step under another plan, with units @host, @device and @disk: saved codes and the counted random numbers are all
+    there is."""
     model, optim = model_of("qwen3_moe" if "8bit" in name else "llama"), FORMATS[name]
     whole = engine_of(model, **optim)
     losses = train(whole, range(3))
-    first = engine_of(model, **optim)
-    train(first, range(2))
-    saved = save(first, tmp_path, 2)
-    assert saved.fault is None
-    second = load(model, saved.folder, PLANS["home"], **optim)
-    assert_same(state_of(second), state_of(first))
-    assert train(second, range(2, 3)) == losses[2:]
-    assert_same(state_of(second), state_of(whole))
+    one = engine_of(model, PLANS[chain[0]], **optim)
+    for step, place in enumerate(chain):
+        if step:
+            saved = save(one, tmp_path, step)
+            assert saved.fault is None
+            before, one = one, load(model, saved.folder, PLANS[place], **optim)
+            assert_same(state_of(one), state_of(before))
+            before.close()
+        assert train(one, range(step, step + 1)) == losses[step : step + 1]
+    assert_same(state_of(one), state_of(whole))
 
 
 def test_moments_are_encoded_and_decoded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from layerferry.optim.reference import ReferenceKernels
 from layerferry.plan import Plan
 from layerferry.store.scratch import ScratchFile
 from layerferry.store.store import Store, plane_specs
+from tests.store.files import MemoryFile
 
 PLAN = Plan(fp32=True, num_slots=2, num_slabs=1)
 """Two slots, and with ``OtherSlots`` the backward of a layer always runs in the other one."""
@@ -112,7 +112,7 @@ def make_engine(
         backend,
         on_device=plan.on_device,
         on_disk=plan.on_disk,
-        scratch=scratch or ScratchFile(Path(tempfile.gettempdir())),
+        scratch=scratch or MemoryFile(Path()),
         keeps_gradients=not plan.on_arrival,
     )
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())

@@ -58,6 +58,7 @@ CHANGES: list[dict[str, Any]] = [
     {"activation_budget": 0.0},
     {"num_waves": 2, "resident_gradients": True},
     {"end_parts": 3},
+    {"on_disk": (0, 2, 3, 4, 6)},
     {"on_device": (0, 2)},
     {"on_device": (0, 1, 2, 3, 4, 5, 6)},
     {"host_inputs": 2, "micro_batch_rows": 2, "row_tokens": 16, "rows_per_step": 8},
@@ -80,8 +81,10 @@ def test_a_tied_model_and_other_formats(fp32: bool) -> None:
     for optimizer in (AdamW(state_format=lean, weight_decay=0.1), Adafactor(), Muon(weight_decay=0.1)):
         plan = replace(BASE, fp32=fp32, carry_fp32=False)
         expected = run(plan, optimizer=optimizer, tie_word_embeddings=True)
-        seen, left = run(replace(plan, on_arrival=True), chaos=3, optimizer=optimizer, tie_word_embeddings=True)
-        assert seen == expected[0] and same(left, expected[1])
+        for on_disk in ((), (0, 2, 3)):
+            arriving = replace(plan, on_arrival=True, on_disk=on_disk)
+            seen, left = run(arriving, chaos=3, optimizer=optimizer, tie_word_embeddings=True)
+            assert seen == expected[0] and same(left, expected[1])
 
 
 class Counting(CpuBackend):

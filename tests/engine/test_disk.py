@@ -20,7 +20,6 @@ from layerferry.layout import RESIDUE
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.base import Optimizer
 from layerferry.optim.formats import StateFormat
-from layerferry.optim.lion import Lion
 from layerferry.optim.muon import Muon
 from layerferry.optim.sgd import SGD
 from layerferry.optim.verified import VerifiedOptimizer
@@ -30,7 +29,7 @@ from layerferry.store.scratch import ScratchFile
 from layerferry.store.store import state_bytes
 from tests.conformance.harness import make_engine, micro_batches
 from tests.engine.small import clipped_steps, same, small_model, state
-from tests.store.files import BreakingFile, flip
+from tests.store.files import BreakingFile, MemoryFile, flip
 
 BASE = Plan(num_slots=2, num_slabs=1)
 STEPS = 3
@@ -38,70 +37,64 @@ LEAN = StateFormat(master="24bit", moments="8bit")
 FORMATS: dict[str, Callable[[], Optimizer]] = {
     "adamw": lambda: AdamW(weight_decay=0.1),
     "adamw, 8 bits": lambda: AdamW(state_format=LEAN, weight_decay=0.1),
-    "lion, 8 bits": lambda: Lion(state_format=LEAN),
     "sgd: residues only": lambda: SGD(weight_decay=0.1),
     "muon": lambda: Muon(weight_decay=0.1),
-    "muon, 8 bits": lambda: Muon(state_format=LEAN),
     "verified": lambda: VerifiedOptimizer(AdamW()),
 }
 EVERY = (0, 1, 2, 3, 4)
 
 
-def run(plan: Plan, folder: Path, *, chaos: int | None = None, optimizer: Optimizer | None = None, model: Any = None) -> Any:
+def run(
+    plan: Plan,
+    *,
+    chaos: int | None = None,
+    optimizer: Optimizer | None = None,
+    model: Any = None,
+    scratch: ScratchFile | None = None,
+) -> Any:
     backend = CpuBackend() if chaos is None else ChaosBackend(chaos)
-    scratch = ScratchFile(folder)
+    scratch = scratch or MemoryFile(Path())
     engine = make_engine(model or small_model(), plan, backend=backend, optimizer=optimizer, scratch=scratch)
     return clipped_steps(engine, STEPS)
 
 
-@pytest.mark.parametrize("fp32", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_same_bits_with_none_some_and_all_units_on_the_disk(tmp_path: Path, name: str, fp32: bool) -> None:
-    plan = replace(BASE, fp32=fp32, carry_fp32=fp32)
-    expected = run(plan, tmp_path, optimizer=FORMATS[name]())
+def test_the_same_bits_with_none_some_and_all_units_on_the_disk(name: str) -> None:
+    """Every format: tests/engine/test_invariance.py. Updates on arrival: test_arrivals.py."""
+    expected = run(BASE, optimizer=FORMATS[name]())
     for seed, on_disk in enumerate(((3,), (1, 2, 3), EVERY)):
-        seen, left = run(replace(plan, on_disk=on_disk), tmp_path, chaos=seed, optimizer=FORMATS[name]())
+        seen, left = run(replace(BASE, on_disk=on_disk), chaos=seed, optimizer=FORMATS[name]())
         assert seen == expected[0] and same(left, expected[1])
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_through_a_real_disk(tmp_path: Path, name: str) -> None:
+    expected = run(BASE, optimizer=FORMATS[name]())
+    seen, left = run(replace(BASE, on_disk=EVERY), chaos=3, optimizer=FORMATS[name](), scratch=ScratchFile(tmp_path))
+    assert seen == expected[0] and same(left, expected[1])
 
 
 @pytest.mark.parametrize(
     "changes",
     [{"num_waves": 2, "carry_fp32": True}, {"on_device": (0, 1)}, {"optimizer_threads": 2, "num_slots": 5}, {"host_inputs": 2}],
 )
-def test_beside_everything_else_that_a_plan_may_do(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_beside_everything_else_that_a_plan_may_do(changes: dict[str, Any]) -> None:
     plan = replace(BASE, row_tokens=16, rows_per_step=8, micro_batch_rows=2, **changes)
-    expected = run(plan, tmp_path)
-    seen, left = run(replace(plan, on_disk=(2, 3, 4)), tmp_path, chaos=1)
+    expected = run(plan)
+    seen, left = run(replace(plan, on_disk=(2, 3, 4)), chaos=1)
     assert seen == expected[0] and same(left, expected[1])
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_updates_on_arrival(tmp_path: Path, name: str) -> None:
-    def left(on_disk: tuple[int, ...], seed: int) -> dict[str, torch.Tensor]:
-        plan = replace(BASE, on_arrival=True, on_disk=on_disk)
-        backend, scratch = ChaosBackend(seed), ScratchFile(tmp_path)
-        engine = make_engine(small_model(), plan, backend=backend, optimizer=FORMATS[name](), scratch=scratch)
-        for step in range(STEPS):
-            engine.step(micro_batches(2, seed=step), lr=1e-2, max_grad_norm=0.0)
-        found = state(engine)
-        engine.close()
-        return found
-
-    expected = left((), 1)
-    for seed, on_disk in enumerate(((3,), (1, 2, 3), EVERY)):
-        assert same(left(on_disk, seed), expected)
-
-
 @pytest.mark.parametrize("part", ["layers.1.", ".mlp.", "embed_tokens"])
-def test_frozen_parameters_have_nothing_on_the_disk(tmp_path: Path, part: str) -> None:
+def test_frozen_parameters_have_nothing_on_the_disk(part: str) -> None:
     def frozen() -> Any:
         model = small_model()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(part in name)
         return model
 
-    expected = run(BASE, tmp_path, model=frozen())
-    seen, left = run(replace(BASE, on_disk=EVERY), tmp_path, chaos=2, model=frozen())
+    expected = run(BASE, model=frozen())
+    seen, left = run(replace(BASE, on_disk=EVERY), chaos=2, model=frozen())
     assert seen == expected[0] and same(left, expected[1])
     engine = make_engine(frozen(), replace(BASE, on_disk=EVERY))
     assert engine.store.on_disk == {unit.index for unit in engine.store.units if unit.num_trained}

@@ -114,7 +114,12 @@ def test_every_format_in_every_place(name: str, fp32: bool) -> None:
     """Random numbers of stochastic rounding come from step, unit and element: not from places, threads, slots or order."""
     plan = replace(BASE, fp32=fp32, carry_fp32=fp32)
     expected = run(plan, optimizer=FORMATS[name])
-    for changed in ({"on_device": (1, 2)}, {"on_device": (0, 1, 2, 3, 4)}, {"num_slots": 5, "optimizer_threads": 2}):
+    at_home = ({"on_device": (1, 2)}, {"on_device": (0, 1, 2, 3, 4)})
+    for changed in (
+        *at_home,
+        {"on_disk": (0, 2, 3)},
+        {"on_device": (0,), "on_disk": (1, 4), "num_slots": 5, "optimizer_threads": 2},
+    ):
         seen, left = run(replace(plan, **changed), chaos=2, optimizer=FORMATS[name])
         assert seen == expected[0] and same(left, expected[1])
     assert seen != run(plan)[0], "another format is another run"

@@ -45,12 +45,12 @@ def test_every_k(base: Path, tmp_path: Path, case: str) -> None:
     train(make_config(base, whole, **CASES[case]))
     last = max(int(path.name.split("-")[1]) for path in whole.glob("checkpoint-*"))
     assert last >= 3
-    plans = ("resident", "threads", "streamed")
+    plans = ("resident", "disk", "threads", "streamed")
     for k in range(1, last + 1):
         output = tmp_path / "resumed" / whole.name  # the name of the folder is in the trackers' and the card's titles
         shutil.copytree(whole, output)
         cut(output, k)
-        train(make_config(base, output, engine=plans[k % 3], **CASES[case]))
+        train(make_config(base, output, engine=plans[k % 4], **CASES[case]))
         assert_same_folder(output, whole)
         for step in range(1, last + 1):
             assert_same_folder(output / f"checkpoint-{step}", whole / f"checkpoint-{step}")

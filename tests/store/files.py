@@ -33,6 +33,19 @@ class BreakingFile(ScratchFile):
         super().write_at(source, position)
 
 
+class MemoryFile(ScratchFile):
+    """A disk that is memory: quick, whatever else the machine's disk has to do."""
+
+    def open(self, num_bytes: int) -> None:
+        self._bytes = memoryview(bytearray(num_bytes))
+
+    def read_at(self, target: memoryview, position: int) -> None:
+        target[:] = self._bytes[position : position + len(target)]
+
+    def write_at(self, source: memoryview, position: int) -> None:
+        self._bytes[position : position + len(source)] = source
+
+
 class SmallDisk(ScratchFile):
     """A disk with room for ``room`` bytes."""
 
