@@ -1,12 +1,14 @@
 """The same model on the same data under several optimizer formats, beside plain fp32 autograd: loss curves, and the gaps between.
 
-The baseline is nothing of ours but the data: the whole model in fp32, autograd, ``torch.optim``, ``clip_grad_norm_``. Every
-format starts from the same weights and gets the same micro-batches and learning rates (warm-up over a tenth, then cosine to a
-tenth). One JSON row a format on stdout; with ``--plot``, a picture of all curves.
+The baseline is nothing of ours but the data: the whole model in fp32, autograd, ``torch.optim``, ``clip_grad_norm_``. The format
+``plain-bf16`` is that once more with weights and gradients in bf16 over fp32 masters: what bf16 costs without us. Every format
+starts from the same weights and gets the same micro-batches and learning rates (warm-up over a tenth, then cosine to a tenth).
+One JSON row a format on stdout; with ``--plot``, a picture of all curves.
 
 The gap is between mean losses over the last sixth of the steps, as a share of the baseline's. Both curves see the same batches,
 so the noise that is stated is that of the paired differences: two standard errors of their mean. A format that computes in bf16
-(all but ``--fp32``) has bf16's noise in its gap too: ``adamw_torch`` is the row to compare the leaner formats with.
+(all but ``--fp32``) has bf16's noise in its gap too: ``adamw_torch`` is to be compared with ``plain-bf16``, and the leaner
+formats with it.
 
     python benchmarks/curves.py --text book.txt --steps 300 --plot curves.png              tiny model of bytes, on a CPU
     python benchmarks/curves.py --model SmolLM2-135M --text book.txt --rows 16 --row-tokens 512 --device cuda
@@ -58,6 +60,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 LR_FACTOR = {"lion": 0.1, "lion_8bit": 0.1, "sgd": 100.0}
 """Of the learning rate, by rule: what the papers advise for Lion; SGD's has another unit."""
 BASELINE = "plain-fp32"
+PLAIN_BF16 = "plain-bf16"
 MAX_GRAD_NORM = 1.0
 WEIGHT_DECAY = 0.1
 BETAS = (0.9, 0.95)
@@ -118,17 +121,22 @@ def model_of(args: argparse.Namespace) -> Any:
 # ---------------------------------------------------------------- runs
 
 
-def plain(model: Any, steps: list[list[MicroBatch]], backend: Backend, args: argparse.Namespace) -> list[float]:
-    """Losses of plain autograd in fp32 over the whole model, with torch's own AdamW."""
+def plain(name: str, model: Any, steps: list[list[MicroBatch]], backend: Backend, args: argparse.Namespace) -> list[float]:
+    """Losses of plain autograd over the whole model, with torch's own AdamW on fp32 masters: the weights themselves, or where
+    the model is bf16 copies of them."""
     model = copy.deepcopy(model).to(backend.device)
+    masters = {parameter: parameter for parameter in model.parameters()}
+    if name == PLAIN_BF16:
+        masters = {parameter: nn.Parameter(parameter.detach().clone()) for parameter in masters}
+        model.bfloat16()
     owner = {
         f"{name}.{own}".lstrip("."): type(m).__name__
         for name, m in model.named_modules()
         for own, _ in m.named_parameters(recurse=False)
     }
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, parameter in model.named_parameters():
-        groups[decays(name, owner[name])].append(parameter)
+    for own, parameter in model.named_parameters():
+        groups[decays(own, owner[own])].append(masters[parameter])
     optimizer = torch.optim.AdamW(
         [{"params": of, "weight_decay": WEIGHT_DECAY * decayed} for decayed, of in groups.items() if of], betas=BETAS
     )
@@ -141,14 +149,22 @@ def plain(model: Any, steps: list[list[MicroBatch]], backend: Backend, args: arg
             loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum") / denominator
             loss.backward()
             total += loss.item()
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        for parameter, master in masters.items():
+            if master is not parameter:
+                assert parameter.grad is not None
+                master.grad, parameter.grad = parameter.grad.float(), None
+        nn.utils.clip_grad_norm_(list(masters.values()), MAX_GRAD_NORM)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(number, args.steps, args.lr)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for parameter, master in masters.items():
+                if master is not parameter:
+                    parameter.copy_(master)
         losses.append(total)
         if number % args.say_every == 0:
-            say(f"{BASELINE} step {number}: {total:.4f}")
+            say(f"{name} step {number}: {total:.4f}")
     return losses
 
 
@@ -230,7 +246,7 @@ def row(name: str, losses: list[float], baseline: list[float], args: argparse.Na
         "steps": args.steps,
         "tokens_per_step": args.rows * args.row_tokens,
         "lr": args.lr * LR_FACTOR.get(name, 1.0),
-        "compute": "fp32" if args.fp32 or name == BASELINE else "bf16",
+        "compute": "fp32" if name == BASELINE or (args.fp32 and name != PLAIN_BF16) else "bf16",
         "first_loss": round(losses[0], 5),
         "final_loss": round(sum(losses[-count:]) / count, 5),
         "gap": round(share, 6),
@@ -245,7 +261,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--shape", default="tiny", help="a shape of shapes.py")
     parser.add_argument("--text", default="", help="a text file; left out: this project's documentation")
     parser.add_argument("--ids", default="", help="a NumPy file of token ids instead of a text")
-    parser.add_argument("--formats", default="adamw_torch,adamw_8bit,adamw-bf16,lion,sgd", help=f"of {', '.join(FORMATS)}")
+    known = ", ".join((PLAIN_BF16, *FORMATS))
+    parser.add_argument("--formats", default="plain-bf16,adamw_torch,adamw_8bit,adamw-bf16,lion,sgd", help=f"of {known}")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--row-tokens", type=int, default=128)
@@ -261,20 +278,24 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
     names = args.formats.split(",")
-    unknown = [name for name in names if name not in FORMATS]
-    if unknown or args.rows % args.micro_batch_rows:
-        sys.exit(f"unknown formats: {unknown}; known: {', '.join(FORMATS)}" if unknown else "rows: not whole micro-batches")
+    unknown = [name for name in names if name not in (PLAIN_BF16, *FORMATS)]
+    if unknown:
+        sys.exit(f"unknown formats: {unknown}; known: {', '.join((PLAIN_BF16, *FORMATS))}")
+    if args.rows % args.micro_batch_rows:
+        sys.exit("rows: not whole micro-batches")
     backend, model = make(args.device), model_of(args)
     steps = step_batches(token_ids(args), args)
-    curves = {BASELINE: plain(model, steps, backend, args)}
+    curves = {BASELINE: plain(BASELINE, model, steps, backend, args)}
     emit(args, {**row(BASELINE, curves[BASELINE], curves[BASELINE], args), **common(backend, args)})
     for name in names:
         if is_done(args, f"{args.case or args.model or args.shape}-{name}"):
             continue
-        curves[name], held = ferried(name, model, steps, backend, args)
-        emit(
-            args, {**row(name, curves[name], curves[BASELINE], args), "bytes_per_param": round(held, 3), **common(backend, args)}
-        )
+        if name == PLAIN_BF16:
+            curves[name], held = plain(name, model, steps, backend, args), None
+        else:
+            curves[name], held = ferried(name, model, steps, backend, args)
+        kept = {} if held is None else {"bytes_per_param": round(held, 3)}
+        emit(args, {**row(name, curves[name], curves[BASELINE], args), **kept, **common(backend, args)})
     if args.plot:
         plot(curves, Path(args.plot), f"{args.case or args.model or args.shape}, {args.steps} steps")
 
