@@ -13,6 +13,7 @@ line because of the run that wrote it. Checked by ``tests/checkpoint/test_folder
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,9 @@ from layerferry.errors import CheckpointError
 LATEST = "latest"
 PARTIAL = ".partial-"
 """Hidden folders that are being written or removed; leftovers of a run that was killed."""
+
+REPLACED = f"{PARTIAL}replaced-"
+"""A checkpoint that another of the same name takes the place of."""
 
 _NAME = re.compile(r"checkpoint-(\d{1,18})")
 _LEFTOVER = re.compile(rf"{re.escape(PARTIAL)}.*|\..+{re.escape(PARTIAL)}\d+")
@@ -204,6 +208,17 @@ def remove_old(files: Files, output_dir: Path, latest: Latest, *, keep: int | No
         files.rename(path, hidden)
         files.remove(hidden)
     return gone
+
+
+def put_back(files: Files, output_dir: Path) -> list[Path]:
+    """Give a checkpoint its name again that was on its way out when the run was killed, before a new one had taken the name."""
+    found = []
+    for hidden in sorted(output_dir.glob(f"{REPLACED}*")):
+        path = output_dir / hidden.name.removeprefix(REPLACED)
+        if _NAME.fullmatch(path.name) and not os.path.lexists(path):
+            files.rename(hidden, path)
+            found.append(path)
+    return found
 
 
 def clear_leftovers(files: Files, output_dir: Path) -> None:

@@ -32,7 +32,7 @@ from layerferry.checkpoint.checksum import sums_of
 from layerferry.checkpoint.contents import Contents, Piece, element_names
 from layerferry.checkpoint.copies import Room
 from layerferry.checkpoint.files import Files, reason_of, write_file
-from layerferry.checkpoint.folders import PARTIAL, Latest, Line, name_of, remove_old, write_latest
+from layerferry.checkpoint.folders import PARTIAL, REPLACED, Latest, Line, name_of, remove_old, write_latest
 from layerferry.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 from layerferry.checkpoint.writer import Writing, disk_threads
 from layerferry.engine.deferred import Hold
@@ -309,7 +309,7 @@ class Saver:
 
     def _put_in_place(self, partial: Path, folder: Path) -> None:
         if os.path.lexists(folder):  # of an earlier run, or of the run before it was taken up at an older checkpoint
-            hidden = self._output_dir / f"{PARTIAL}replaced-{folder.name}"
+            hidden = self._output_dir / f"{REPLACED}{folder.name}"
             self._files.remove(hidden)
             self._files.rename(folder, hidden)
             try:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from layerferry.checkpoint.files import Files, reason_of
-from layerferry.checkpoint.folders import LATEST, PARTIAL, clear_leftovers
+from layerferry.checkpoint.folders import LATEST, PARTIAL, clear_leftovers, put_back
 from layerferry.checkpoint.lock import FolderLock
 from layerferry.config import TrainConfig
 from layerferry.errors import ConfigError, LayerFerryError
@@ -44,6 +44,8 @@ def claim(config: TrainConfig) -> FolderLock:
             file.write(b"layerferry")
         for path in sorted(folder.iterdir()):
             _check_place(path)
+        for path in put_back(Files(), folder):
+            logger.info("%s: put back; the run before was killed while it replaced it", path)
     except OSError as error:
         lock.close()
         raise ConfigError(f"output_dir: {folder} cannot be written: {reason_of(error)}") from error

@@ -25,8 +25,8 @@ from layerferry.trainer.cadence import Cadence
 logger = logging.getLogger("layerferry.trainer")
 
 LOG_NAME = "trainer_log.jsonl"
-LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""It is written in place: never through a link, and no pipe is waited for."""
+LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""Lines are added in place: never through a link, and no pipe is waited for."""
 STATE_NAME = "trainer_state.json"
 
 Entry = dict[str, float]
@@ -88,9 +88,12 @@ class History:
         if not self._log_is_written:
             mode, lines = "w", self.log_lines
         try:
-            descriptor = os.open(self._folder / LOG_NAME, LOG_FLAGS | (os.O_APPEND if mode == "a" else os.O_TRUNC), 0o666)
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.writelines(lines)
+            if mode == "w":
+                replace_file(Files(), self._folder / LOG_NAME, "".join(lines).encode("utf-8"))
+            else:
+                descriptor = os.open(self._folder / LOG_NAME, LOG_FLAGS, 0o666)
+                with open(descriptor, "w", encoding="utf-8") as file:
+                    file.writelines(lines)
             self._log_is_written = True
         except OSError as error:
             if self._log_is_written:

@@ -3,7 +3,7 @@
 The first signal only sets a mark: the loop ends its step, saves, and raises ``Interrupted`` (exit code 130 or 143). From then
 on both signals have the system's own action, which needs no Python to run: a second one ends the process at once, even
 inside a kernel, and the newest whole checkpoint is what is left. Earlier handlers come back on leaving.
-Checked by ``tests/trainer/test_interrupts.py`` and ``tests/reliability/test_signals.py``.
+Checked by ``tests/trainer/test_interrupts.py`` and ``tests/reliability/test_kill.py``.
 """
 
 from __future__ import annotations

@@ -35,6 +35,9 @@ from layerferry.trainer.state import RunState
 
 logger = logging.getLogger("layerferry.trainer")
 
+MOST_NAMES = 5
+"""Of checkpoints in one line."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
@@ -77,7 +80,7 @@ def latest_of(start: Start | None, run: str, output_dir: Path) -> Latest:
     """The marker of a run that begins at ``start``."""
     if start is None:
         return Latest(run=run, checkpoint=None)
-    beside = start.folder.resolve().parent == output_dir.resolve()
+    beside = start.folder.absolute().parent.resolve() == output_dir.resolve()  # the folder itself may be a link
     return Latest(
         run=run,
         checkpoint=start.folder.name if beside and step_of(start.folder) is not None else None,
@@ -135,7 +138,8 @@ def say_what_is_left_behind(start: Start, latest: Latest, output_dir: Path, *, m
     """Checkpoints that the run does not go on from, and the one that its limit spares."""
     others = left_behind(output_dir, latest)
     if others:
-        names = ", ".join(path.name for path in others)
+        names = ", ".join(path.name for path in others[:MOST_NAMES])
+        names += f" and {len(others) - MOST_NAMES} more" if len(others) > MOST_NAMES else ""
         logger.warning(
             "%s: not on the line of %s, which this run goes on from: left alone and not counted by save_total_limit, until a "
             "checkpoint of the same name is written (resume_from_checkpoint: %s goes back to that line)",

@@ -46,6 +46,7 @@ from layerferry.trainer.determinism import deterministic_kernels
 from layerferry.trainer.disk import DiskWatch
 from layerferry.trainer.folder import Records, claim, open_folder
 from layerferry.trainer.history import STATE_NAME, History, clock_time
+from layerferry.trainer.interrupts import Interrupts
 from layerferry.trainer.loop import Loop
 from layerferry.trainer.meter import Meter
 from layerferry.trainer.plots import plot_history
@@ -275,8 +276,12 @@ def run(loop: Loop, folder: Path) -> None:
             metrics = loop.run()
             epoch = metrics["epoch"]
             loop.progress.activity("saving the model")
-            with loop.waiting("model writer"):
+            with Interrupts() as interrupts, loop.waiting("model writer"):  # a first signal does not cost the model
                 save_model(folder, loop.engine)
+            if interrupts.received is not None:
+                raise interrupts.error(
+                    f"all steps are taken and the model is in {folder}; its tokenizer and records are not written"
+                )
             with records.writing("the tokenizer"):
                 save_tokenizer_beside(folder, loop.tokenizer)
             with records.writing("train_results.json"):

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from layerferry.checkpoint.files import read_small
 from layerferry.config import Config
 from layerferry.data import Cursor, Sampler, SampleSet
 from layerferry.errors import CheckpointError
@@ -22,6 +23,8 @@ from layerferry.trainer.history import LOG_NAME, Entry
 
 RUN_STATE = "run.json"
 FORMAT = 2
+MOST_BYTES = 1 << 32
+"""Of a history that still makes sense."""
 
 
 @dataclass(kw_only=True)
@@ -77,7 +80,7 @@ class RunState:
         """``CheckpointError`` where the file is not what ``files`` writes."""
         path = folder / RUN_STATE
         try:
-            body = json.loads(path.read_text(encoding="utf-8"))
+            body = json.loads(read_small(path, MOST_BYTES).decode("utf-8"))
             if body["format"] != FORMAT:
                 raise CheckpointError(f"{path}: format {body['format']!r}; this version reads format {FORMAT}")
             last = body["last_eval"]
@@ -88,7 +91,7 @@ class RunState:
                 total_flops=float(body["total_flops"]),
                 schedule=_metrics(body["schedule"]),
                 entries=[_metrics(entry) for entry in body["entries"]],
-                log_lines=(folder / LOG_NAME).read_text(encoding="utf-8").splitlines(keepends=True),
+                log_lines=read_small(folder / LOG_NAME, MOST_BYTES).decode("utf-8").splitlines(keepends=True),
                 skipped_batches=[dict(batch) for batch in body["skipped_batches"]],
                 last_eval=None if last is None else (int(last[0]), _metrics(last[1])),
                 data=dict(body["data"]),

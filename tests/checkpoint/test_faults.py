@@ -10,12 +10,22 @@ import errno
 import shutil
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from layerferry.checkpoint.files import Files
-from layerferry.checkpoint.folders import PARTIAL, Latest, candidates, clear_leftovers, open_checkpoint, read_latest, write_latest
+from layerferry.checkpoint.folders import (
+    PARTIAL,
+    Latest,
+    candidates,
+    clear_leftovers,
+    open_checkpoint,
+    put_back,
+    read_latest,
+    write_latest,
+)
 from layerferry.checkpoint.manifest import Manifest
 from layerferry.checkpoint.save import Saver
 from layerferry.engine.engine import Engine
@@ -133,6 +143,34 @@ def test_a_kill_at_every_operation(engine: Engine, earlier: Path, tmp_path: Path
             shutil.rmtree(folder)
     assert left["checkpoint-1"] and left["checkpoint-2"] and windows, "killed before the marker has moved, too"
     print(f"{kind}: {total} operations, newest whole afterwards: {dict(left)}, {windows} of them unknown to the marker")
+
+
+def test_a_kill_while_a_checkpoint_replaces_the_one_it_comes_from(engine: Engine, tmp_path: Path) -> None:
+    """A run that has skipped every step since checkpoint-2 saves it once more: at no moment is neither of the two there."""
+    save(engine, tmp_path, 2)
+    counting, windows = BreakingFiles(-1, "kill"), 0
+    for at in (None, *range(200)):
+        folder = tmp_path / f"at-{at}"
+        folder.mkdir()
+        shutil.copytree(tmp_path / "checkpoint-2", folder / "checkpoint-2")
+        write_latest(Files(), folder, Latest(run=NEXT, line=((RUN, 2),), checkpoint="checkpoint-2"))
+        files = counting if at is None else BreakingFiles(at, "kill")
+        saver = Saver(engine, folder, run=NEXT, line=((RUN, 2),), keep=1, files=files)
+        with suppress(Killed):
+            saver.start(2, SMALL)
+            saver.take_outcome(wait=True)
+        saver.close()
+        assert files.dead == (at is not None and at < counting.count)
+        moved = put_back(Files(), folder)
+        windows += len(moved)
+        clear_leftovers(Files(), folder)
+        with ThreadPoolExecutor(2) as pool:
+            assert_whole(folder / "checkpoint-2", pool)
+        assert taken_up(folder)[0] == "checkpoint-2"
+        shutil.rmtree(folder)
+        if at == counting.count:
+            break
+    assert windows == 1, "between the two renames"
 
 
 def test_training_goes_on_after_a_fault(tmp_path: Path) -> None:

@@ -129,5 +129,14 @@ def test_the_log_is_not_written_through_a_link_that_has_come_meanwhile(tmp_path:
     assert precious.read_text() == "precious" and json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 2
 
 
+def test_a_log_that_is_begun_anew_leaves_its_other_names_alone(tmp_path: Path) -> None:
+    """A backup of hard links keeps what it had."""
+    history = make_history(tmp_path, Clock())
+    history.add({"loss": 1.0}, step=1, epoch=0.1)
+    (tmp_path / "backup").hardlink_to(tmp_path / "trainer_log.jsonl")
+    history.take_up([], [], tokens_seen=0, total_flops=0.0)
+    assert len(read_lines(tmp_path / "backup")) == 1 and not read_lines(tmp_path / "trainer_log.jsonl")
+
+
 def test_clock_time() -> None:
     assert clock_time(3723.9) == "1:02:03"

@@ -163,6 +163,18 @@ def test_a_spoilt_step_says_from_where_to_go_on(tmp_path: Path) -> None:
         make_loop(make_config(tmp_path, max_steps=3, save_strategy="no"), Spoilt([1.0] * 3)).run()
 
 
+def test_a_signal_while_the_model_is_saved_does_not_cost_it(tmp_path: Path) -> None:
+    class Signalled(FakeEngine):
+        def save_pretrained(self, folder: Path, *, tokenizer: Any = None) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            super().save_pretrained(folder, tokenizer=tokenizer)
+
+    loop = make_loop(make_config(tmp_path, max_steps=1, save_strategy="no"), Signalled([1.0]))
+    with pytest.raises(Interrupted, match="SIGTERM: all steps are taken and the model is in") as caught:
+        run.run(loop, tmp_path)
+    assert caught.value.exit_code == 143 and (tmp_path / "model.safetensors").read_bytes() == b"weights"
+
+
 @pytest.mark.parametrize("broken", ["train_results.json", "all_results.json", "trainer_state.json", "README.md"])
 def test_a_record_that_cannot_be_written_costs_neither_the_model_nor_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
