@@ -15,6 +15,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LayerFerryError as error:
         if debug_requested():
             traceback.print_exc()
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        _say(f"error: {' '.join(str(error).split())}")
         return error.exit_code
     except BrokenPipeError:  # the reader went away (``| head``); keep the interpreter from failing at its last flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -61,11 +62,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug_requested():
             traceback.print_exc()
         about = f"{error.filename}: " if error.filename is not None else ""
-        print(f"error: {about}{error.strerror or error} (LAYERFERRY_DEBUG=1 shows where)", file=sys.stderr)
+        _say(f"error: {about}{error.strerror or error} (LAYERFERRY_DEBUG=1 shows where)")
         return 1
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        _say("interrupted")
         return INTERRUPTED
+
+
+def _say(text: str) -> None:
+    """On standard error; the exit code is the same where that has gone away with its terminal."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _parser() -> Parser:

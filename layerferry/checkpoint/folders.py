@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,19 +195,35 @@ def _comes_before(folder: Path) -> Callable[[Manifest], bool]:
 
 def remove_old(files: Files, output_dir: Path, latest: Latest, *, keep: int | None) -> list[Path]:
     """Remove the oldest checkpoints on the line beyond ``keep``, but never the newest one that can be resumed; each leaves its
-    name before its bytes go, so none is ever half. A folder with another name than its step's is somebody's own, and stays."""
-    for hidden in output_dir.glob(f"{PARTIAL}re*"):  # replaced ones, and what could not be removed before
-        files.remove(hidden)
-    if keep is None:
-        return []
-    found = on_line(output_dir, latest)
-    own = [path for path, manifest in found if manifest is not None and path.name == name_of(manifest.step)]
-    gone = [path for path in own[max(keep, 1) :] if path != newest_resumable(found)]
+    name before its bytes go, so none is ever half. A folder with another name than its step's is somebody's own, and stays. One
+    that cannot be removed keeps none of the others: the first such fault is raised at the end."""
+    faults = _remove_each(files, output_dir.glob(f"{PARTIAL}re*"))  # replaced ones, and what could not be removed before
+    gone = []
+    if keep is not None:
+        found = on_line(output_dir, latest)
+        own = [path for path, manifest in found if manifest is not None and path.name == name_of(manifest.step)]
+        gone = [path for path in own[max(keep, 1) :] if path != newest_resumable(found)]
     for path in gone:
         hidden = output_dir / f"{PARTIAL}removed-{path.name}"
-        files.rename(path, hidden)
-        files.remove(hidden)
+        try:
+            files.rename(path, hidden)
+            files.remove(hidden)
+        except OSError as error:
+            faults[hidden] = error
+    for fault in faults.values():
+        raise fault
     return gone
+
+
+def _remove_each(files: Files, paths: Iterable[Path]) -> dict[Path, OSError]:
+    """Remove what can be; what cannot, and why."""
+    faults = {}
+    for path in paths:
+        try:
+            files.remove(path)
+        except OSError as error:
+            faults[path] = error
+    return faults
 
 
 def put_back(files: Files, output_dir: Path) -> list[Path]:
@@ -221,9 +237,7 @@ def put_back(files: Files, output_dir: Path) -> list[Path]:
     return found
 
 
-def clear_leftovers(files: Files, output_dir: Path) -> None:
-    """Remove what a killed run has left half written."""
-    if output_dir.is_dir():
-        for path in output_dir.iterdir():
-            if _LEFTOVER.fullmatch(path.name):
-                files.remove(path)
+def clear_leftovers(files: Files, output_dir: Path) -> dict[Path, OSError]:
+    """Remove what a killed run has left half written; what cannot be, which costs room only."""
+    there = sorted(output_dir.iterdir()) if output_dir.is_dir() else []
+    return _remove_each(files, (path for path in there if _LEFTOVER.fullmatch(path.name)))

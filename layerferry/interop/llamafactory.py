@@ -9,6 +9,7 @@ Checked by ``tests/interop/test_llamafactory.py``.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -133,6 +134,9 @@ def read_with_notices(path: Path | None, overrides: Sequence[str]) -> tuple[Conf
         data["interleave_probs"] = _probabilities(reading)
     if "output_dir" in reading.where and not train.get("output_dir"):
         raise reading.fail("output_dir", "empty: name the folder that the results go to")
+    for name in ("output_dir", "logging_dir"):  # as transformers does
+        if train.get(name):
+            train[name] = os.path.expanduser(train[name])
     config = Config(
         model=reading.model(),
         data=DataConfig(**data),

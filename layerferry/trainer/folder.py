@@ -22,7 +22,7 @@ from layerferry.checkpoint.lock import FolderLock
 from layerferry.config import TrainConfig
 from layerferry.errors import ConfigError, LayerFerryError
 from layerferry.store.safetensors_file import INDEX_FILE, SINGLE_FILE
-from layerferry.trainer.history import LOG_NAME
+from layerferry.trainer.history import ALL_RESULTS, LOG_NAME
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin"}
 OWN_SUFFIXES = {".json", ".jsonl", ".jinja", ".md", ".png", ".safetensors"}
@@ -92,13 +92,16 @@ def _is_model(name: str) -> bool:
 
 
 def open_folder(config: TrainConfig, *, resumes: bool = False) -> Path:
-    """Make the folder, without the leftovers of a run that was killed and, unless the run ``resumes``, without an earlier log."""
+    """Make the folder, without the leftovers of a run that was killed. A run that trains anew, and does not resume, begins without
+    an earlier log; one that only evaluates adds to what is there."""
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    if not resumes:
+    if config.do_train and not resumes:
         (folder / LOG_NAME).unlink(missing_ok=True)
-    (folder / "all_results.json").unlink(missing_ok=True)
-    clear_leftovers(Files(), folder)
+    if config.do_train:
+        (folder / ALL_RESULTS).unlink(missing_ok=True)
+    for path, error in clear_leftovers(Files(), folder).items():
+        logger.warning("%s, a leftover of a run that was killed, cannot be removed: %s", path, reason_of(error))
     return folder
 
 

@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from layerferry.checkpoint.files import Files, replace_file
+from layerferry.checkpoint.files import Files, read_small, replace_file
 from layerferry.config import TrainConfig
 from layerferry.trainer.cadence import Cadence
 
@@ -28,6 +28,7 @@ LOG_NAME = "trainer_log.jsonl"
 LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """Lines are added in place: never through a link, and no pipe is waited for."""
 STATE_NAME = "trainer_state.json"
+ALL_RESULTS = "all_results.json"
 
 Entry = dict[str, float]
 """One entry of the history: metric name to value, with ``step`` and ``epoch``."""
@@ -48,8 +49,6 @@ class History:
         self.log_lines: list[str] = []
         """The lines of trainer_log.jsonl."""
         self._log_is_written = True
-        self._results: dict[str, float] = {}
-        """What all_results.json holds."""
         self.tokens_seen = 0
         self.total_flops = 0.0
 
@@ -161,8 +160,15 @@ class History:
     def write_results(self, split: str, metrics: Mapping[str, float]) -> None:
         """Write ``<split>_results.json`` and merge it into all_results.json."""
         write_json(self._folder / f"{split}_results.json", metrics, sort_keys=True)
-        self._results |= metrics
-        write_json(self._folder / "all_results.json", self._results, sort_keys=True)
+        write_json(self._folder / ALL_RESULTS, {**self._earlier_results(), **metrics}, sort_keys=True)
+
+    def _earlier_results(self) -> dict[str, Any]:
+        """What all_results.json holds; nothing where it cannot be read."""
+        try:
+            found = json.loads(read_small(self._folder / ALL_RESULTS, 1 << 24).decode("utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
 
 def clock_time(seconds: float) -> str:

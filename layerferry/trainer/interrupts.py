@@ -1,7 +1,7 @@
-"""SIGINT and SIGTERM while a run trains: the first one asks, the second one does not wait.
+"""SIGINT, SIGTERM and SIGHUP while a run trains: the first one asks, the second one does not wait.
 
-The first signal only sets a mark: the loop ends its step, saves, and raises ``Interrupted`` (exit code 130 or 143). From then
-on both signals have the system's own action, which needs no Python to run: a second one ends the process at once, even
+The first signal only sets a mark: the loop ends its step, saves, and raises ``Interrupted`` (exit code 130, 143 or 129). From
+then on all of them have the system's own action, which needs no Python to run: a second one ends the process at once, even
 inside a kernel, and the newest whole checkpoint is what is left. Earlier handlers come back on leaving.
 Checked by ``tests/trainer/test_interrupts.py`` and ``tests/reliability/test_kill.py``.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -18,7 +19,8 @@ from layerferry.errors import Interrupted
 
 logger = logging.getLogger("layerferry.trainer")
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Asked at the keyboard, by the system, and by a terminal that goes away."""
 
 
 class Interrupts:
@@ -31,9 +33,10 @@ class Interrupts:
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         self.received = number
-        for one in SIGNALS:
+        for one in self._before:
             signal.signal(one, signal.SIG_DFL)
-        logger.warning("%s: finishing the step and saving; once more ends at once, unsaved", signal.Signals(number).name)
+        with suppress(RuntimeError):  # it may have come in the middle of a write to the same stream
+            logger.warning("%s: finishing the step and saving; once more ends at once, unsaved", signal.Signals(number).name)
 
     def error(self, how_to_go_on: str) -> Interrupted:
         """The exception that ends the run."""
@@ -42,7 +45,8 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+            ignored = [number for number in (signal.SIGHUP,) if signal.getsignal(number) == signal.SIG_IGN]  # nohup
+            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS if number not in ignored}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TextIO
@@ -121,25 +121,28 @@ class LiveLine:
     def clear(self) -> None:
         """Leave the row empty."""
         if self._is_drawn:
-            self._stream.write(CLEAR)
-            self._stream.flush()
+            self._write(CLEAR)
             self._is_drawn = False
 
     def finish(self) -> None:
         """Leave the last step standing; what went on before the first one goes."""
         if self._last_step:
             self._draw(self._last_step)
-            self._stream.write("\n")
-            self._stream.flush()
+            self._write("\n")
             self._is_drawn = False
             self._last_step = ""
         else:
             self.clear()
 
     def _draw(self, text: str) -> None:
-        self._stream.write(CLEAR + text)
-        self._stream.flush()
+        self._write(CLEAR + text)
         self._is_drawn = True
+
+    def _write(self, text: str) -> None:
+        """A terminal that has gone away is no reason to stop training, or not to save."""
+        with suppress(OSError, ValueError):
+            self._stream.write(text)
+            self._stream.flush()
 
 
 @contextmanager

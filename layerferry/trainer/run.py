@@ -128,7 +128,8 @@ def _train(config: Config, trackers: list[str]) -> None:
             stack.callback(reporter.close)
         state = RunState() if start is None else start.state
         history = History(config.train, cadence)
-        history.take_up(state.entries, state.log_lines, tokens_seen=state.tokens_seen, total_flops=state.total_flops)
+        if config.train.do_train:  # an evaluation adds to the log of the run that has trained here
+            history.take_up(state.entries, state.log_lines, tokens_seen=state.tokens_seen, total_flops=state.total_flops)
         if state.schedule:
             schedule.load_state_dict(state.schedule)
         loop = Loop(
@@ -292,9 +293,9 @@ def run(loop: Loop, folder: Path) -> None:
                 metrics["perplexity"] = _perplexity(metrics["eval_loss"])
             with records.writing("eval_results.json"):
                 history.write_results("eval", metrics)
-    with records.writing(STATE_NAME):
-        history.write_state(folder)
     if config.train.do_train:
+        with records.writing(STATE_NAME):
+            history.write_state(folder)
         with records.writing("README.md"):
             write_card(folder, config, loop.engine, history, loop.cadence.total_steps)
         if config.train.plot_loss:

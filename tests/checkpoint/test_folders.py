@@ -15,6 +15,7 @@ from layerferry.checkpoint.folders import (
     Line,
     candidates,
     checkpoints,
+    clear_leftovers,
     left_behind,
     older_whole,
     open_checkpoint,
@@ -142,6 +143,32 @@ def test_removal_spares_other_runs_and_the_newest(tmp_path: Path) -> None:
     assert names(remove_old(Files(), tmp_path, latest, keep=2)) == ["checkpoint-2"]
     assert names(remove_old(Files(), tmp_path, latest, keep=0)) == ["checkpoint-3"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-0", "checkpoint-1", "checkpoint-4"]
+
+
+class Stubborn(Files):
+    """Cannot remove what has a name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def remove(self, path: Path) -> None:
+        if path.name.endswith(self._name):
+            raise PermissionError(13, "Permission denied")
+        super().remove(path)
+
+
+def test_one_that_cannot_be_removed_keeps_none_of_the_others(tmp_path: Path) -> None:
+    latest = Latest(run=OWN, checkpoint="checkpoint-4")
+    for step in (1, 2, 3, 4):
+        make(tmp_path, step)
+    for _ in range(2):  # the second time it is a leftover
+        with pytest.raises(PermissionError):
+            remove_old(Stubborn("checkpoint-2"), tmp_path, latest, keep=1)
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".partial-removed-checkpoint-2", "checkpoint-4"]
+    (tmp_path / ".partial-x").mkdir()
+    assert [path.name for path in clear_leftovers(Stubborn("checkpoint-2"), tmp_path)] == [".partial-removed-checkpoint-2"]
+    assert not (tmp_path / ".partial-x").exists()
+    assert not clear_leftovers(Files(), tmp_path) and names(list(tmp_path.iterdir())) == ["checkpoint-4"]
 
 
 def test_the_newest_that_can_be_resumed_is_never_removed(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The command line: exit codes, one error line, what goes where, and that --help costs nothing."""
 
+import io
 import json
 import os
 import subprocess
@@ -223,6 +224,16 @@ def test_version_and_env() -> None:
     assert program("version").stdout == f"layerferry {VERSION}\n" == program("--version").stdout
     answer = program("env")
     assert answer.returncode == 0 and f"layerferry: {VERSION}\n" in answer.stdout and "torch: 2." in answer.stdout
+
+
+def test_a_standard_error_that_has_gone_away_keeps_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+    stand_in(monkeypatch, "layerferry.trainer", train=raises(errors.Interrupted("SIGHUP", signal_number=1)))
+    monkeypatch.setattr(sys, "stderr", Gone())
+    assert cli.main(["train", *RUN]) == 129
 
 
 def test_a_reader_that_leaves_is_no_fault() -> None:

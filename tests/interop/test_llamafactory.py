@@ -186,6 +186,12 @@ def test_resume(override: str, expected: str | None) -> None:
     assert read(override).train.resume_from_checkpoint == expected
 
 
+def test_a_home_folder_is_expanded_as_transformers_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    train = read("output_dir=~/out", "logging_dir=~/logs").train
+    assert (train.output_dir, train.logging_dir) == ("/home/me/out", "/home/me/logs")
+
+
 def test_values_in_the_ways_people_write_them() -> None:
     config = read(
         "report_to=[tensorboard,wandb]",

@@ -82,7 +82,7 @@ def test_killed_at_many_random_moments(base: Path, whole: tuple[Path, float]) ->
         kill_until_done(base, whole, kills=12, seed=seed)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_saves_and_the_same_command_goes_on(base: Path, whole: tuple[Path, float], number: int, code: int) -> None:
     output = base / f"signalled-{code}"
     log = base / f"{output.name}.log"

@@ -11,16 +11,29 @@ import pytest
 from layerferry.trainer.interrupts import SIGNALS, Interrupts
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_the_first_is_a_mark(number: int, code: int) -> None:
     before = [signal.getsignal(one) for one in SIGNALS]
     with Interrupts() as interrupts:
         assert interrupts.received is None
         os.kill(os.getpid(), number)
         assert interrupts.received == number
-        assert [signal.getsignal(one) for one in SIGNALS] == [signal.SIG_DFL, signal.SIG_DFL]
+        assert [signal.getsignal(one) for one in SIGNALS] == [signal.SIG_DFL] * 3
         assert interrupts.error("go on").exit_code == code
     assert [signal.getsignal(one) for one in SIGNALS] == before
+
+
+def test_nohup_is_respected() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupts() as interrupts:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert interrupts.received is None
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert interrupts.received == signal.SIGTERM and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_outside_the_main_thread() -> None:

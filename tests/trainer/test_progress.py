@@ -85,6 +85,17 @@ def test_the_last_line_stays() -> None:
     assert out.getvalue().endswith("\n") and "12/48" in out.getvalue()
 
 
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), ValueError("I/O operation on closed file")])
+def test_a_terminal_that_has_gone_away_does_not_end_the_run(error: Exception) -> None:
+    class Gone(Terminal):
+        def write(self, text: str) -> int:
+            raise error
+
+    with progress(plain=None, stream=Gone()) as shown:
+        shown.activity("loading")
+        shown.step(VIEW, logs=True)
+
+
 def test_what_went_on_before_the_first_step_goes() -> None:
     out = Terminal()
     with progress(plain=None, stream=out) as shown:

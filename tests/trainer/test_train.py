@@ -219,6 +219,19 @@ def test_evaluation_alone(model_folder: Path, rows: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "model.safetensors").exists()
 
 
+def test_evaluation_alone_adds_to_what_a_run_has_left(model_folder: Path, rows: Path, tmp_path: Path) -> None:
+    train(make_config(model_folder, rows, tmp_path, val_size=3, max_steps=2, save_strategy="no"))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    train(make_config(model_folder, rows, tmp_path, val_size=3, do_train=False, do_eval=True))
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    added = {name for name in after if after[name] != before.get(name)}
+    assert added == {"eval_results.json", "all_results.json", "trainer_log.jsonl"}
+    assert (
+        after["trainer_log.jsonl"].startswith(before["trainer_log.jsonl"]) and after["trainer_log.jsonl"].count(b"eval_loss") == 1
+    )
+    assert {"train_loss", "eval_loss"} <= json.loads(after["all_results.json"]).keys()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
