@@ -59,7 +59,7 @@ def how_to_go_on(folder: Path) -> str:
         return "when it is back, the same command goes on from the newest checkpoint in it (without overwrite_output_dir)"
     newest = newest_resumable(on_line(folder, read_latest(folder)))
     if newest is None:
-        return "no checkpoint can be resumed: the run starts anew"
+        return "the same command starts anew, for no checkpoint can be resumed"
     return f"the same command goes on from {newest.name} (without overwrite_output_dir)"
 
 

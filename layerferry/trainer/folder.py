@@ -92,8 +92,8 @@ def _is_model(name: str) -> bool:
 
 
 def open_folder(config: TrainConfig, *, resumes: bool = False) -> Path:
-    """Make the folder, without the leftovers of a run that was killed. A run that trains anew, and does not resume, begins without
-    an earlier log; one that only evaluates adds to what is there."""
+    """Make the folder, without the leftovers of a run that was killed. A run that trains anew, and does not resume, begins
+    without an earlier log; one that only evaluates adds to what is there."""
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if config.do_train and not resumes:

@@ -72,7 +72,9 @@ def test_a_fault_is_told_and_training_goes_on(tmp_path: Path, caplog: pytest.Log
 
 
 def test_the_last_save_fails_loudly_and_whole(tmp_path: Path) -> None:
-    with pytest.raises(LayerFerryError, match="the disk is full: .*; no checkpoint can be resumed: the run starts anew$"):
+    with pytest.raises(
+        LayerFerryError, match="the disk is full: .*; the same command starts anew, for no checkpoint can be resumed$"
+    ):
         save_model(tmp_path, FakeEngine([], saves_fail=True))
     assert list(tmp_path.iterdir()) == []
     make(tmp_path, 7)
