@@ -32,7 +32,8 @@ stream="--model qwen2.5-7b $rows --micro-batch-rows 32"
 
 # The targets. The resident baseline and our 3B row belong together: one machine, one run.
 run 3b-resident 4 step resident --case 3b-resident --model qwen2.5-3b $rows --micro-batch-rows 16
-run 3b-disk 7 step step --case 3b-disk --model qwen2.5-3b $rows --auto 1 --disk-units 99 --disk-folder . --steps 3
+run 3b-disk 4 step step --case 3b-disk --model qwen2.5-3b $rows --auto 1 --disk-units 12 --disk-folder .
+run 3b-disk-all 8 step step --case 3b-disk-all --model qwen2.5-3b $rows --auto 1 --disk-units 99 --disk-folder . --steps 3
 run 3b-free 5 step step --case 3b-free --model qwen2.5-3b $rows --auto 1
 run 7b-free 7 step step --case 7b-free --model qwen2.5-7b $rows --auto 1
 run 7b-stream 11 step step --case 7b-stream-44 $stream --budget 0.0 --variants "case=7b-stream-90,richer_layers=3;case=7b-full-rows;case=7b-packed-250,sample_tokens=250"

@@ -26,7 +26,7 @@ from layerferry.optim.decay import decays
 from layerferry.optim.reference import ReferenceKernels
 from layerferry.plan import GIB, Plan
 from layerferry.planner.facts import Model
-from layerferry.planner.held import DEVICE, arrival_bytes, unit_bytes
+from layerferry.planner.held import DEVICE, arrival_bytes, planes, unit_bytes
 from layerferry.planner.memory import Shape, items
 from layerferry.store.store import plane_specs
 
@@ -138,6 +138,34 @@ def format_rows(names: Sequence[str]) -> list[str]:
     return lines
 
 
+DISK_TEXT = """
+### State on a disk
+
+`disk_memory: 200GiB` lets residue and moments of units for which neither host nor device has room live on a disk
+([decision 17](decisions/0017-disk-tier.md)). The planner puts as few there as it must; with all of them there the host keeps
+weights, gradients (or the buffers that they arrive in) and three buffers as large as the largest unit's state. GiB @host and
+@disk; the latter is read and written once every step:
+
+"""
+
+
+def disk_rows(names: Sequence[str]) -> list[str]:
+    """The table of what is left @host where the state of every unit is @disk."""
+    lines = [f"| configuration | {' | '.join(names)} |", "|" + "---|" * (len(names) + 1)]
+    for words, config in (FORMATS | ARRIVING).items():
+        if "adamw" not in words + config.optim or "master_weights" in words:
+            continue
+        specs, cells = plane_specs(optimizer_for(config).state_planes), []
+        for model in (Model.of(skeleton(name)) for name in names):
+            every = frozenset(unit.index for unit in model.units)
+            table = planes(model, specs, frozenset(), every, keeps_gradients=words not in ARRIVING)
+            host, disk = (sum(item.num_bytes for item in table if item.place == place) for place in ("@host", "@disk"))
+            host += arrival_bytes(model, specs[GRAD], ()) if words in ARRIVING else 0
+            cells.append(f"{host / GIB:.1f} and {disk / GIB:.1f}")
+        lines.append(f"| {' | '.join([words.removesuffix(' (default)'), *cells])} |")
+    return lines
+
+
 TITLES = (
     "model",
     "parameters",
@@ -159,13 +187,13 @@ def row(name: str) -> str:
     specs = plane_specs(AdamW(kernels=ReferenceKernels()).state_planes)
     plan = Plan(compile=True, activation_budget=0.0, micro_batch_rows=MICRO_BATCH_ROWS, rows_per_step=ROWS, row_tokens=ROW_TOKENS)
     model = Model.of(skeleton(name))
-    planes = {plane: sum(unit_bytes(model, spec)) for plane, spec in specs.items()}
+    held = {plane: sum(unit_bytes(model, spec)) for plane, spec in specs.items()}
     shape = Shape(row_tokens=ROW_TOKENS, rows_per_step=ROWS, fused_head=True)
     device = {item.what: item.num_bytes for item in items(model, specs, plan, shape) if item.place == DEVICE}
     buffers = sum(n for what, n in device.items() if any(word in what for word in ("slot", "slab", "accumulators")))
     working = sum(n for what, n in device.items() if what.startswith("working set"))
-    total, host = sum(device.values()), sum(planes.values())
-    state = [host, planes[WEIGHT], planes[RESIDUE], planes[GRAD], planes[EXP_AVG] + planes[EXP_AVG_SQ]]
+    total, host = sum(device.values()), sum(held.values())
+    state = [host, held[WEIGHT], held[RESIDUE], held[GRAD], held[EXP_AVG] + held[EXP_AVG_SQ]]
     cells = [name, f"{model.num_params / 1e9:.2f}B", *(f"{n / GIB:.1f}" for n in state), f"{host / model.num_params:.2f}"]
     cells += [f"{n / GIB:.1f}" for n in (buffers, total - buffers - working, working, total)]
     return f"| {' | '.join(cells)} |"
@@ -191,7 +219,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     lines = [f"| {' | '.join(TITLES)} |", "|" + "---|" * len(TITLES), *map(row, MODELS)]
     formats = "\n".join(format_rows(FORMAT_MODELS)) + "\n"
-    page = HEAD + FORMATS_TEXT + formats + DEVICE_TEXT + "\n".join(lines) + "\n"
+    disk = "\n".join(disk_rows(FORMAT_MODELS)) + "\n"
+    page = HEAD + FORMATS_TEXT + formats + DISK_TEXT + disk + DEVICE_TEXT + "\n".join(lines) + "\n"
     if not parser.parse_args().check:
         PAGE.write_text(page)
         return 0
