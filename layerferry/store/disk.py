@@ -7,7 +7,8 @@ units of a step are there before its gradients are) and the one before is writte
 up for a reader that comes out of order, such as a checkpoint: hints can be wrong and cost time only.
 
 Every piece is summed (CRC-32) when it is written and when it is read back: a disk that gives back other bytes ends the run. So
-does a transfer that fails; the first failure is kept and raised by whoever needs the tier next, and nobody waits any more.
+does a transfer that fails; the first failure is kept and raised by whoever needs the tier next, and nobody waits any more. A disk
+that does not answer is named, in a run, a loop of one's own, or while weights are loaded.
 Planes that were never written are zero and cost no transfer. What is in the file does not outlive the run (``scratch.py``): a
 checkpoint holds everything. Checked by ``tests/store/test_disk.py`` and ``tests/engine/test_disk.py``.
 """
@@ -15,6 +16,7 @@ checkpoint holds everything. Checked by ``tests/store/test_disk.py`` and ``tests
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
 import time
@@ -39,6 +41,10 @@ RING = 3
 """Host buffers: one is read ahead, one stepped, one written behind."""
 PIECE_BYTES = 1 << 23
 THREADS = 4
+STANDSTILL_S = 60.0
+"""Without a byte, after which whoever waits names the disk, and goes on waiting: to end a run is the watchdog's affair."""
+
+log = logging.getLogger(__name__)
 
 
 def file_bytes(num_bytes: int) -> int:
@@ -192,7 +198,11 @@ class DiskTier:
         return held
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
-        self._changed.wait_for(lambda: self._error is not None or condition())
+        moved = -1
+        while not self._changed.wait_for(lambda: self._error is not None or condition(), STANDSTILL_S):
+            before, moved = moved, self.bytes_read + self.bytes_written
+            if moved == before and self._moving:
+                log.warning("the disk at %s has not moved a byte for %.0f s, and is waited for", self.folder, STANDSTILL_S)
         if self._error is not None:
             raise DiskTierError(str(self._error)) from self._error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import random
 import threading
@@ -178,6 +179,26 @@ def test_a_failing_transfer_reaches_whoever_comes_next_and_nobody_hangs(tmp_path
     with pytest.raises(DiskTierError):
         tier.settle()
     tier.close()
+
+
+def test_a_disk_that_does_not_answer_is_named_by_whoever_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate opens when the line is written, in the thread that waits: without it, a hang."""
+    monkeypatch.setattr(disk, "STANDSTILL_S", 0.05)
+    file, said = GatedFile(tmp_path, kinds=("write",)), []
+
+    class Opens(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+            file.gate.set()
+
+    handler, logger = Opens(), logging.getLogger("layerferry.store.disk")
+    logger.addHandler(handler)
+    tier = tier_of(tmp_path, file)
+    write(tier, 3, 7)
+    assert read(tier, 3) == {7}
+    logger.removeHandler(handler)
+    tier.close()
+    assert said and said[0] == f"the disk at {tmp_path} has not moved a byte for 0 s, and is waited for"
 
 
 def test_a_writer_that_fails_leaves_the_old_bytes(tier: DiskTier) -> None:
