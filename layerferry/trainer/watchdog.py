@@ -44,16 +44,17 @@ class Watchdog:
         moved = {lane.name: (-1, time.monotonic()) for lane in self._lanes}
         while not self._stop.wait(min(self._patience_s / 8, 5.0)):
             now = time.monotonic()
-            stalled = []
+            standing: list[tuple[Lane, float]] = []
             for lane in self._lanes:
                 position, since = moved[lane.name]
                 found = lane.position()
                 if found != position or not lane.is_busy():
                     moved[lane.name] = (found, now)
-                elif now - since >= self._patience_s:
-                    stalled.append(lane)
-            if stalled:
-                self._on_stall(stalled)
+                else:
+                    standing.append((lane, now - since))
+            if any(seconds >= self._patience_s for _, seconds in standing):
+                # whoever is waited for may have moved last: a disk has written what the optimizer gave it before both stood still
+                self._on_stall([lane for lane, seconds in standing if seconds >= self._patience_s / 2])
                 return
 
     def __enter__(self) -> Watchdog:

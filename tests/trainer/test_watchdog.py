@@ -14,8 +14,8 @@ from layerferry.trainer.watchdog import Lane, Watchdog
 NAMES = ("checkpoint writer", "data loader", "optimizer", "device")
 
 
-def watch(lanes: list[Lane], seconds: float) -> list[str]:
-    """Names that a watchdog with a patience of 0.2 s has called within ``seconds``."""
+def watch(lanes: list[Lane], seconds: float, *, patience_s: float = 0.2) -> list[str]:
+    """Names that a watchdog has called within ``seconds``."""
     called: list[str] = []
     told = threading.Event()
 
@@ -23,7 +23,7 @@ def watch(lanes: list[Lane], seconds: float) -> list[str]:
         called.extend(lane.name for lane in stalled)
         told.set()
 
-    with Watchdog(lanes, 0.2, on_stall):
+    with Watchdog(lanes, patience_s, on_stall):
         told.wait(seconds)
     return called
 
@@ -40,6 +40,13 @@ def test_the_lane_that_has_not_moved(name: str) -> None:
 
 def test_all_that_wait_are_named_in_the_order_of_cause() -> None:
     assert watch([Lane(name, lambda: True, lambda: 0, "") for name in NAMES], 5) == list(NAMES)
+
+
+def test_the_cause_is_named_first_although_it_has_moved_last() -> None:
+    begin = time.monotonic()
+    cause = Lane("cause", lambda: True, lambda: int(time.monotonic() - begin > 0.05), "")
+    waits = Lane("waits", lambda: True, lambda: 0, "")
+    assert watch([cause, waits], 5, patience_s=0.4) == ["cause", "waits"]
 
 
 def test_patience_begins_when_a_lane_gets_busy() -> None:
