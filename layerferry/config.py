@@ -184,12 +184,27 @@ class EngineConfig:
     num_waves: int | None = None
     activation_budget: float | None = None
     """Share of the activations that is kept between forward and backward; 1.0 keeps all, 0.0 little more than inputs."""
+    richer_layers: int | None = None
+    """Layers, the last ones, that keep ``richer_budget`` instead."""
+    richer_budget: float | None = None
     host_inputs: int | None = None
     """Layers, from the first on, whose inputs wait @host for their backward."""
+    mlp_chunk_tokens: int | None = None
+    """Tokens of a row that a layer's token-wise parts see at a time; 0: all."""
+    kept_attention: int | None = None
+    """Layers, the last ones, whose attention is kept while the rest of every layer is computed again."""
+    device_units: int | None = None
+    """Units, from the embedding on, that live @device whole: weights, gradients, optimizer state."""
+    resident_gradients: bool | None = None
+    """Whether sums of several waves stay @device."""
+    carry_fp32: bool | None = None
+    """Whether gradients are kept @host in four bytes."""
     num_slots: int | None = None
     num_slabs: int | None = None
     end_parts: int | None = None
     """Parts in which embedding and head travel, so that they need not fit the device whole."""
+    chunk_tokens: int | None = None
+    """Tokens whose logits exist at the same time."""
     compile: bool | None = None
     """None: on for CUDA, off elsewhere."""
     optimizer_threads: int | None = None

@@ -122,6 +122,11 @@ class Plan:
     notes: tuple[str, ...] = field(default=())
 
     @property
+    def device_units(self) -> int:
+        """Units that live @device."""
+        return len(self.on_device)
+
+    @property
     def disk_units(self) -> int:
         """Units whose state is @disk."""
         return len(self.on_disk)

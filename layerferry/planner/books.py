@@ -164,6 +164,8 @@ class Books:
         self._specs = {carry: plan_specs(question.specs, Plan(carry_fp32=carry)) for carry in (False, True)}
         self._weights = {carry: _Weights(question, specs) for carry, specs in self._specs.items()}
         self._units = len(question.model.units)
+        pinned = question.pins.device_units
+        self._pinned_home = None if pinned is None else min(pinned, self._units)
         self._device, self._host = device_budget(question.machine), host_budget(question.machine)
         self._working: dict[tuple[int, float, int, float, int, bool, int], Working] = {}
         self._activations: dict[tuple[int, float, int, float, int, bool, int, int, bool, int, int, int], int] = {}
@@ -174,7 +176,9 @@ class Books:
         self._largest_wave: dict[tuple[int, int], tuple[float, int]] = {}
 
     def _fewest_at_home(self, choice: Choice) -> int:
-        """Units that must live @device because the host has no room for all."""
+        """Units that must live @device because the host has no room for all, or that the user has pinned there."""
+        if self._pinned_home is not None:
+            return self._pinned_home
         if self._question.machine.one_memory:
             return 0
         planes = self._weights[choice.carry].planes
@@ -192,7 +196,7 @@ class Books:
         if choice.richer_first:
             choice = self._richer(self._with(choice, self._fewest_at_home(choice)))
         choice, short = self._at_home(choice)
-        if choice.mlp_chunk and not short:
+        if choice.mlp_chunk and not short and "kept_attention" not in self._question.pins:
             choice = self._attention_kept(choice)
         choice = choice if short or choice.richer_first else self._richer(choice)
         return (self._with(choice, choice.home) if choice.disk else choice), short
@@ -201,6 +205,8 @@ class Books:
         """``choice`` with as many layers that keep ``richer_budget`` as fit; what is short already stays so."""
         if not choice.richer_budget:
             return choice
+        if self._question.pins.richer_layers is not None:
+            return self._keeping(choice, min(self._question.pins.richer_layers, self._question.model.num_layers))
         pinned = choice.inputs if "host_inputs" in self._question.pins else 0
         most = self._question.model.num_layers - pinned
         return self._keeping(choice, _most(lambda richer: not self.short(self._keeping(choice, richer)), 0, most))
@@ -231,7 +237,7 @@ class Books:
     def _at_home(self, choice: Choice) -> tuple[Choice, int]:
         fewest, most = self._fewest_at_home(choice), self._disk.most_home
         least = self._with(choice, fewest)
-        if self._question.machine.is_cpu:
+        if self._question.machine.is_cpu or self._pinned_home is not None:
             return least, self.short(least)
         if fewest < self._units == most and not self.short(everything := self._with(choice, self._units)):
             return everything, 0  # buffers of the layers are gone: not in line with the rest

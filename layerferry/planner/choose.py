@@ -94,7 +94,9 @@ def decide(question: Problem, measure: Measure | None = None) -> Decision:
     if found:
         return Decision(plan=with_notes(question, plan), shortfall=None, pins=question.pins)
     if plan.on_device or plan.on_disk:  # not even all places together have room: what is said is what the host lacks
-        plan = question.complete(replace(plan, on_device=(), on_disk=plan.on_disk if "disk_units" in question.pins else ()))
+        at_home = plan.on_device if "device_units" in question.pins else ()
+        on_disk = plan.on_disk if "disk_units" in question.pins else ()
+        plan = question.complete(replace(plan, on_device=at_home, on_disk=on_disk))
     return Decision(plan=with_notes(question, plan), shortfall=shortfall(question, plan), pins=question.pins)
 
 

@@ -7,9 +7,9 @@ that the user wrote is used to the last byte, one that the system reports not qu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
-from layerferry.config import Config
+from layerferry.config import Config, EngineConfig
 from layerferry.errors import PlanError
 from layerferry.layout import PlaneSpec
 from layerferry.plan import Plan, Seconds
@@ -38,35 +38,31 @@ activations depends on."""
 class Pins:
     """What the user has fixed; None: free."""
 
-    micro_batch_rows: int | None
-    num_waves: int | None
-    activation_budget: float | None
-    host_inputs: int | None
-    num_slots: int | None
-    num_slabs: int | None
-    end_parts: int | None
-    compile: bool | None
-    optimizer_threads: int | None
+    micro_batch_rows: int | None = None
+    num_waves: int | None = None
+    activation_budget: float | None = None
+    richer_layers: int | None = None
+    richer_budget: float | None = None
+    host_inputs: int | None = None
+    mlp_chunk_tokens: int | None = None
+    kept_attention: int | None = None
+    device_units: int | None = None
     disk_units: int | None = None
+    resident_gradients: bool | None = None
+    carry_fp32: bool | None = None
+    num_slots: int | None = None
+    num_slabs: int | None = None
+    end_parts: int | None = None
+    chunk_tokens: int | None = None
+    compile: bool | None = None
+    optimizer_threads: int | None = None
 
     @classmethod
     def of(cls, config: Config) -> Pins:
-        engine = config.engine
-        budget = engine.activation_budget
-        if budget is None and not config.train.gradient_checkpointing:
-            budget = 1.0
-        return cls(
-            micro_batch_rows=engine.micro_batch_rows,
-            num_waves=engine.num_waves,
-            activation_budget=budget,
-            host_inputs=engine.host_inputs,
-            num_slots=engine.num_slots,
-            num_slabs=engine.num_slabs,
-            end_parts=engine.end_parts,
-            compile=engine.compile,
-            optimizer_threads=engine.optimizer_threads,
-            disk_units=engine.disk_units,
-        )
+        found = {field.name: getattr(config.engine, field.name) for field in fields(cls)}
+        if found["activation_budget"] is None and not config.train.gradient_checkpointing:
+            found["activation_budget"] = 1.0
+        return cls(**found)
 
     def __contains__(self, field: str) -> bool:
         return getattr(self, field, None) is not None
@@ -135,6 +131,7 @@ def problem(model: Model, specs: Mapping[str, PlaneSpec], machine: Machine, conf
         raise PlanError(f"end_parts: {pinned}: {model.name}: {model.undividable}: end_parts: 1 feeds the ends whole")
     if config.engine.disk_units and not config.engine.disk_memory:
         raise PlanError(f"disk_units: {config.engine.disk_units}: set disk_memory too: the bytes of the disk that may be taken")
+    _refuse_contradictions(config.engine, len(model.units))
     train, data = config.train, config.data
     packed = data.neat_packing or (data.packing if data.packing is not None else train.stage == "pt")
     shape = Shape(
@@ -155,6 +152,30 @@ def problem(model: Model, specs: Mapping[str, PlaneSpec], machine: Machine, conf
         on_arrival=config.engine.update_on_arrival,
         user_rows=train.per_device_train_batch_size,
     )
+
+
+def _refuse_contradictions(engine: EngineConfig, num_units: int) -> None:
+    """Pins that no plan can keep together."""
+    at_home, on_disk = engine.device_units or 0, engine.disk_units or 0
+    if at_home and on_disk and at_home + on_disk > num_units:
+        raise PlanError(
+            f"device_units: {at_home} and disk_units: {on_disk} are more than the model's {num_units} units: "
+            "state lives in one place"
+        )
+    again = next((name for name in ("mlp_chunk_tokens", "kept_attention") if getattr(engine, name)), None)
+    if engine.richer_layers and again is not None:
+        raise PlanError(
+            f"richer_layers: {engine.richer_layers}: with {again} every layer is computed again; leave one of them out"
+        )
+    if engine.update_on_arrival and engine.carry_fp32:
+        raise PlanError("carry_fp32: true: with update_on_arrival: true no gradients are kept; leave one of them out")
+    if engine.update_on_arrival and engine.resident_gradients is False and (engine.num_waves or 1) > 1:
+        raise PlanError(
+            f"resident_gradients: false: with update_on_arrival: true the {engine.num_waves} waves can only be summed on the "
+            "device; num_waves: 1 sums nothing"
+        )
+    if engine.resident_gradients and engine.carry_fp32:
+        raise PlanError("carry_fp32: true: with resident_gradients: true no gradients are carried; leave one of them out")
 
 
 def device_budget(machine: Machine) -> int:

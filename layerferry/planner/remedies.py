@@ -6,7 +6,7 @@ PlanError: needs 212.4 GiB @host, 192.0 free: 20.4 short. at 14.0 B/param a mode
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from layerferry.config import OptimConfig
 from layerferry.engine.sizes import device_sizes
@@ -15,7 +15,7 @@ from layerferry.optim.choose import optimizer_for
 from layerferry.plan import Plan, size_text
 from layerferry.planner.held import DEVICE, DISK, HOST, arrivals, planes
 from layerferry.planner.memory import plan_specs
-from layerferry.planner.problem import Problem, needs
+from layerferry.planner.problem import Pins, Problem, needs
 from layerferry.planner.search import search
 from layerferry.store.disk import file_bytes
 from layerferry.store.store import state_bytes
@@ -23,17 +23,7 @@ from layerferry.store.store import state_bytes
 SHORTEST_ROW = 128
 ROUNDED = 2**30 // 10
 """Budgets that are named are multiples of this many bytes."""
-_PINNABLE = (
-    "activation_budget",
-    "micro_batch_rows",
-    "num_waves",
-    "host_inputs",
-    "num_slots",
-    "num_slabs",
-    "end_parts",
-    "compile",
-    "disk_units",
-)
+_PINNABLE = [field.name for field in fields(Pins) if field.name != "optimizer_threads"]
 
 
 def shortfall(question: Problem, plan: Plan) -> str:

@@ -133,8 +133,10 @@ def _choices(plan: Plan, pins: Pins) -> str:
             else []
         ),
         *([("kept_attention", str(plan.kept_attention), "layers whose attention is not")] if plan.kept_attention else []),
-        ("on_device", str(len(plan.on_device)), "units whose planes live @device: nothing of them travels"),
+        ("device_units", str(plan.device_units), "units whose planes live @device: nothing of them travels"),
         *([("disk_units", str(plan.disk_units), "units whose residues and moments live @disk")] if plan.on_disk else []),
+        *([("resident_gradients", "true", "sums of all waves stay @device")] if plan.resident_gradients else []),
+        *([("carry_fp32", "true", "gradients @host have four bytes")] if plan.carry_fp32 else []),
         ("num_slots", str(plan.num_slots), "device buffers for layer weights that travel"),
         ("num_slabs", str(plan.num_slabs), "device buffers that gradients leave from"),
         ("end_parts", str(plan.end_parts), _parts(plan)),

@@ -144,42 +144,66 @@ def choices(question: Problem) -> Iterator[Choice]:
     """Everything that is considered, without units at home; of equals the first is taken."""
     pins, shape = question.pins, question.shape
     budgets: tuple[float, ...] = BUDGETS if question.compiles else (1.0, 0.0)
-    richer = RICHER if question.compiles else 1.0
     if pins.activation_budget is not None:
-        budgets, richer = (pins.activation_budget,), 0.0
-    pinned_inputs = min(pins.host_inputs or 0, question.model.num_layers)
+        budgets = (pins.activation_budget,)
+    every = question.model.num_layers
+    inputs, attention = min(pins.host_inputs or 0, every), min(pins.kept_attention or 0, every)
     rows_choices = [pins.micro_batch_rows] if pins.micro_batch_rows else _row_choices(question)
     buffer_choices, parts_choices = _buffer_choices(question), _parts_choices(question)
     for rows in rows_choices:
         chunks = _chunk_choices(question, min(rows, shape.rows_per_step) * shape.row_tokens)
         for waves in _wave_choices(question, rows, last=rows == min(rows_choices)):
-            carries = ((False, False),) if waves == 1 else CARRIES[:1] if question.on_arrival else CARRIES
+            carries = _carry_choices(question, waves)
             kinds = product(parts_choices, budgets, chunks, buffer_choices, carries)
             for parts, budget, chunk, (slots, slabs), (resident, carry) in kinds:
-                if not (carry and question.fp32):
-                    choice = Choice(rows, waves, budget, chunk, slots, slabs, resident, carry, parts, inputs=pinned_inputs)
-                    yield from _with_richer(choice, richer)
-                    if budget == max(budgets) and _may_travel(question):
-                        yield from _with_richer(choice._replace(budget=richer, inputs=question.model.num_layers), richer)
-                        if shape.row_tokens > LONG_ROW:
-                            every = range(question.model.num_layers + 1)
-                            yield from (choice._replace(budget=richer, inputs=one, mlp_chunk=MLP_CHUNK) for one in every)
+                choice = Choice(rows, waves, budget, chunk, slots, slabs, resident, carry, parts)
+                choice = choice._replace(inputs=inputs, attention=attention, mlp_chunk=pins.mlp_chunk_tokens or 0)
+                yield from _with_richer(question, choice)
+                if budget == max(budgets) and _may_travel(question):
+                    again = choice if "activation_budget" in pins else choice._replace(budget=_free_budget(question))
+                    yield from _with_richer(question, again._replace(inputs=every))
+                    if shape.row_tokens > LONG_ROW and pins.mlp_chunk_tokens != 0 and not pins.richer_layers:
+                        again = again._replace(mlp_chunk=pins.mlp_chunk_tokens or MLP_CHUNK)
+                        yield from (again._replace(inputs=one) for one in range(every + 1))
 
 
 def _last_resort(question: Problem, queue: Sequence[object]) -> Iterator[Choice]:
     """Where nothing has fitted by the time that these are asked for: every input @host, token-wise parts in chunks."""
-    if not queue and _may_travel(question):
+    if not queue and _may_travel(question) and question.pins.mlp_chunk_tokens is None and not question.pins.richer_layers:
         for choice in choices(question):
             if choice.inputs == question.model.num_layers and not choice.mlp_chunk and not choice.richer_budget:
                 yield choice._replace(mlp_chunk=SMALL_MLP_CHUNK)
 
 
-def _with_richer(choice: Choice, richer: float) -> Iterator[Choice]:
+def _with_richer(question: Problem, choice: Choice) -> Iterator[Choice]:
+    """``choice``, and with layers that keep more where those may be."""
+    pins = question.pins
+    richer = _free_budget(question) if pins.richer_budget is None else pins.richer_budget
+    if pins.richer_layers:
+        yield choice._replace(richer_budget=richer, richer_first=True)
+        return
     yield choice
-    if richer and (choice.inputs or richer > choice.budget):
+    rebuilt = choice.mlp_chunk or choice.attention
+    fixed = pins.richer_layers == 0 or (pins.activation_budget is not None and pins.richer_budget is None)
+    if not rebuilt and not fixed and (choice.inputs or richer > choice.budget):
         yield choice._replace(richer_budget=richer)
         if not choice.inputs:
             yield choice._replace(richer_budget=richer, richer_first=True)
+
+
+def _free_budget(question: Problem) -> float:
+    """What layers keep that keep more: what costs no time."""
+    return RICHER if question.compiles else 1.0
+
+
+def _carry_choices(question: Problem, waves: int) -> list[tuple[bool, bool]]:
+    """(resident_gradients, carry_fp32), as far as they are free."""
+    resident = question.pins.resident_gradients
+    carry = False if question.fp32 else question.pins.carry_fp32  # they have four bytes already
+    if waves == 1:
+        return [(bool(resident), bool(carry))]
+    known = CARRIES[:1] if question.on_arrival else CARRIES
+    return [one for one in known if resident in (None, one[0]) and carry in (None, one[1])]
 
 
 def _may_travel(question: Problem) -> bool:
@@ -225,6 +249,8 @@ def divisors(number: int) -> list[int]:
 
 
 def _chunk_choices(question: Problem, tokens: int) -> list[int]:
+    if question.pins.chunk_tokens:
+        return [question.pins.chunk_tokens]
     chunks = CPU_CHUNKS if question.machine.is_cpu else CHUNKS
     return [chunk for chunk in chunks if chunk == max(chunks) or chunk < tokens]
 

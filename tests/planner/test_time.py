@@ -10,12 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from layerferry.config import OptimConfig
 from layerferry.engine.batch import MicroBatch
+from layerferry.optim.choose import optimizer_for
 from layerferry.plan import Plan
 from layerferry.planner.compute import pace, recomputation
 from layerferry.planner.facts import Model
 from layerferry.planner.memory import Shape
+from layerferry.planner.rate import Rate
 from layerferry.planner.time import seconds, uploaded_bytes
+from layerferry.planner.updates import with_update_rate
+from layerferry.store.store import plane_specs
 from tests.planner.subjects import SHAPES, machine, qwen, skeleton, specs, uploaded_in_a_step
 
 SHAPE = Shape(row_tokens=8, rows_per_step=4)
@@ -107,13 +112,23 @@ def measured() -> list[Any]:
 
 @pytest.mark.parametrize("row", measured())
 def test_a_measured_step_is_predicted_within_a_tenth(row: dict[str, Any]) -> None:
-    plan = Plan(**{**row["plan"], "on_device": tuple(row["plan"].get("on_device", ()))})
+    units = {name: tuple(row["plan"].get(name, ())) for name in ("on_device", "on_disk")}
+    plan = Plan(**{**row["plan"], **units})
     shape = Shape(row_tokens=plan.row_tokens, rows_per_step=plan.rows_per_step, fused_head=True)
-    found = seconds(qwen(row["model"], row["layers"]), specs(), plan, shape, machine())
+    planes = plane_specs(optimizer_for(OptimConfig(optim=row.get("optim", "adamw_torch"))).state_planes)
+    there = machine()
+    if plan.on_disk:
+        read, write = (Rate(1e9 * rate, "measured") for rate in row["disk_gb_per_s"])
+        there = replace(there, disk_read_bytes_per_s=read, disk_write_bytes_per_s=write)
+    there = with_update_rate(there, planes)
+    found = seconds(qwen(row["model"], row["layers"]), planes, plan, shape, there)
     assert found.step == pytest.approx(row["step_s"], rel=0.1)
     if "exposed_optimizer_s" in row:
         within = 0.025 if (row["case"], row["commit"]) in BESIDE_ANOTHER else 0.01
-        assert found.waits_for_updates == pytest.approx(row["exposed_optimizer_s"], abs=within * row["step_s"])
+        # behind the short forward of a first wave, what the link's traffic adds to the updates is seen whole; so is a disk's noise
+        slower = 0.25 * row["optimizer_busy_s"] if plan.num_waves > 1 else 0.05 * row.get("disk_busy_s", 0.0)
+        allowed = within * row["step_s"] + slower
+        assert found.waits_for_updates == pytest.approx(row["exposed_optimizer_s"], abs=allowed)
 
 
 def test_there_are_measured_steps() -> None:
