@@ -343,6 +343,10 @@ class Books:
         window = total if self._question.on_arrival else home + micro_batches * forward + weights.orthogonal_s
         return max(total + max(max(optimizer, before_last_s) - window, 0.0), upload, download, disk_s)
 
+    def compute_s(self, choice: Choice) -> float:
+        """Of all micro-batches."""
+        return self._compute_of(choice)[0]
+
     def _compute_of(self, choice: Choice) -> tuple[float, float]:
         """(all micro-batches, the forward of one through the layers)."""
         in_parts = (choice.parts if not choice.home else 1, self._parts_of_head(choice))

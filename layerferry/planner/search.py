@@ -54,8 +54,14 @@ FEWER_PARTS = (2, 4, 8)
 """What the best plan is tried with afterwards."""
 WORTH_PARTS = 0.1
 """Share of the device that whole ends' buffers must take for parts to be tried: beyond, ends go home."""
+HARDLY_FASTER = 0.99
+"""Of plans with state @disk, which bounds nearly all of them alike, the first is taken that none can be faster than by more."""
 INEXACT = 1.04
 """What a plan with one rounding a wave has its seconds multiplied with where plans are compared."""
+
+
+Bounded = tuple[float, float, int, Choice]
+"""A choice behind the least seconds of its step, its compute where it has state @disk, and its number: what the order goes by."""
 
 
 def search(question: Problem, keys: Collection[Key] | None = None) -> tuple[Plan, bool]:
@@ -73,7 +79,7 @@ def search(question: Problem, keys: Collection[Key] | None = None) -> tuple[Plan
 def _search(question: Problem, keys: Collection[Key] | None) -> tuple[Plan, bool]:
     books = Books(question)
     base = _base(question)
-    queue: list[tuple[float, int, Choice]] = []
+    queue: list[Bounded] = []
     nearest: tuple[int, Choice] | None = None
     for number, choice in enumerate(chain(choices(question), _last_resort(question, queue))):
         if keys is not None and not _is_measured(choice, base, keys):
@@ -82,7 +88,8 @@ def _search(question: Problem, keys: Collection[Key] | None) -> tuple[Plan, bool
         if short and _may_fill(question, choice) and (filled := books.filled(choice)) is not None:
             choice, short = filled, 0
         if not short:
-            queue.append((books.least_seconds(choice) * _handicap(question, choice), number, choice))
+            compute_s = books.compute_s(choice) if choice.disk else 0.0
+            queue.append((books.least_seconds(choice) * _handicap(question, choice), compute_s, number, choice))
         elif not queue and (nearest is None or short < nearest[0]):
             nearest = (short, choice)
     if queue:
@@ -106,12 +113,12 @@ def _fewer_parts(question: Problem, books: Books, choice: Choice) -> list[Choice
     return [other for parts in FEWER_PARTS if not books.short(other := choice._replace(parts=parts))]
 
 
-def _fastest(question: Problem, base: Plan, queue: list[tuple[float, int, Choice]]) -> Choice:
+def _fastest(question: Problem, base: Plan, queue: list[Bounded]) -> Choice:
     """Of choices with lower bounds of their seconds."""
     heapq.heapify(queue)
-    best, fastest = float("inf"), queue[0][2]
-    while queue and queue[0][0] < best:
-        _, _, choice = heapq.heappop(queue)
+    best, fastest = float("inf"), queue[0][-1]
+    while queue and queue[0][0] < best * (HARDLY_FASTER if fastest.disk else 1.0):
+        choice = heapq.heappop(queue)[-1]
         cost = question.seconds(choice.on(base)).step * _handicap(question, choice)
         if cost < best:
             best, fastest = cost, choice

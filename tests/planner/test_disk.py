@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,6 +127,19 @@ def test_a_pinned_number_is_kept_and_one_that_needs_more_disk_is_refused() -> No
     assert decision.shortfall is not None and "@disk, 10.0 GiB allowed by disk_memory" in decision.shortfall
     with pytest.raises(PlanError, match="disk_units: 3: set disk_memory too"):
         problem(qwen("qwen2.5-7b"), specs(), machine(), config(disk_units=3), 1024)
+
+
+def test_a_disk_that_every_plan_waits_for_is_searched_in_seconds() -> None:
+    """All bounds are the disk's. 3 s of one core; the bound leaves room for a machine that is busy with other tests."""
+    question = ask("qwen2.5-3b", rows=128, device_gib=139, disk=1.6e9, disk_units=99)
+    begin = time.process_time()
+    plan, found = search(question)
+    assert time.process_time() - begin < 10.0
+    assert found and plan.seconds is not None and plan.seconds.step < 1.02 * plan.seconds.disk
+    least = min(
+        question.seconds(replace(plan, activation_budget=b, micro_batch_rows=8, num_waves=16)).compute for b in (0.7, 1.0)
+    )
+    assert plan.seconds.compute < 1.05 * least, "what computes least is tried first"
 
 
 def test_a_host_that_is_short_is_told_of_the_disk() -> None:
