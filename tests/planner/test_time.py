@@ -125,7 +125,7 @@ def test_a_measured_step_is_predicted_within_a_tenth(row: dict[str, Any]) -> Non
     assert found.step == pytest.approx(row["step_s"], rel=0.1)
     if "exposed_optimizer_s" in row:
         within = 0.025 if (row["case"], row["commit"]) in BESIDE_ANOTHER else 0.01
-        # behind the short forward of a first wave, what the link's traffic adds to the updates is seen whole; so is a disk's noise
+        # what the link adds to updates shows whole behind the short forward of a first wave; so does a disk that varies
         slower = 0.25 * row["optimizer_busy_s"] if plan.num_waves > 1 else 0.05 * row.get("disk_busy_s", 0.0)
         allowed = within * row["step_s"] + slower
         assert found.waits_for_updates == pytest.approx(row["exposed_optimizer_s"], abs=allowed)
