@@ -20,10 +20,10 @@ from layerferry.optim.base import Optimizer
 from layerferry.plan import Plan, Seconds, size_text
 from layerferry.planner import calibrate
 from layerferry.planner.facts import Model
-from layerferry.planner.held import DISK, arrivals, unit_bytes
+from layerferry.planner.held import DISK, HOST, arrivals, unit_bytes
 from layerferry.planner.machine import Machine, machine_for
 from layerferry.planner.memory import Shape, Working, plan_specs
-from layerferry.planner.problem import ESTIMATE_MARGIN, Pins, Problem, key_of, problem
+from layerferry.planner.problem import ESTIMATE_MARGIN, Pins, Problem, key_of, needs, problem
 from layerferry.planner.rate import GUESS
 from layerferry.planner.remedies import shortfall
 from layerferry.planner.search import is_exact, search
@@ -123,6 +123,12 @@ def with_notes(question: Problem, plan: Plan) -> Plan:
         notes.append(f"activations are estimated, not measured: {ESTIMATE_MARGIN:.0%} of them is kept free")
     if plan.on_disk and plan.seconds is not None:
         notes.append(_endurance(question, plan, plan.seconds))
+    there, needed = question.machine, needs(plan, question.machine)[HOST][0]
+    if there.host_free is not None and needed > there.host_free:
+        notes.append(
+            f"host_memory: {size_text(there.host_available)}, but {size_text(there.host_free)} are free now, and this plan takes "
+            f"{size_text(needed)}: unless memory grows when it is touched, the system will end the run; leave host_memory out"
+        )
     limit, pinned = question.machine.locked_limit, pinned_bytes(question, plan)
     if limit is not None and not question.machine.is_cpu and pinned > limit:
         notes.append(

@@ -100,6 +100,8 @@ class Machine:
     disk_read_bytes_per_s: Rate = DISK_GUESS
     disk_write_bytes_per_s: Rate = DISK_GUESS
     """Checksums included, while both directions run."""
+    host_free: int | None = None
+    """Bytes that the system says are free, where ``host_memory`` states another number."""
     unified: bool = False
     """The device has no memory of its own: it computes in the host's."""
     num_nodes: int = 1
@@ -227,6 +229,7 @@ def assemble(engine: EngineConfig, backend: Backend, rates: dict[str, Rate], not
         host_available=host,
         host_total=host_total(),
         host_source=host_source,
+        host_free=None if engine.host_memory is None else limit.num_bytes,
         locked_limit=locked_limit(),
         cores=cores(),
         disk_available=engine.disk_memory or 0,

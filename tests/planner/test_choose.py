@@ -187,6 +187,20 @@ def test_rows_are_padded_to_the_loaders_multiple() -> None:
     assert ask(row_tokens=1001).shape.row_tokens == 1008
 
 
+@pytest.mark.parametrize("cpu", [False, True])
+def test_a_host_memory_above_what_is_free_is_kept_and_said(cpu: bool) -> None:
+    """Some virtual machines have more than they say; on the others the system would end the run without a word."""
+    asked = machine(device_gib=44, host_gib=300, cpu=cpu, host_free=20 * GIB)
+    plan = decide(problem(qwen("qwen2.5-7b"), specs(), asked, config(rows=16), 1024)).plan
+    note = next(note for note in plan.notes if "host_memory" in note)
+    said = re.search(r"host_memory: 300\.0 GiB, but 20\.0 GiB are free now, and this plan takes ([\d.]+) GiB", note)
+    assert said is not None and float(said[1]) == pytest.approx(needs(plan, asked)[HOST][0] / GIB, abs=0.06)
+    enough = replace(asked, host_free=300 * GIB)
+    assert not any(
+        "host_memory" in note for note in decide(problem(qwen("qwen2.5-7b"), specs(), enough, config(), 1024)).plan.notes
+    )
+
+
 def test_packing_and_isolation_reach_the_shape() -> None:
     packed = replace(config(), data=DataConfig(neat_packing=True))
     assert ask(packed).shape == Shape(row_tokens=1024, rows_per_step=8, isolated=True, packed=True, fused_head=True)

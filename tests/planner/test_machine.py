@@ -32,6 +32,7 @@ def test_a_cpu_that_was_never_probed_is_timed_in_brief() -> None:
 def test_overrides_replace_what_the_system_says() -> None:
     found = machine_for(EngineConfig(host_memory=5, device_memory=7), CpuBackend())
     assert (found.host_available, found.host_source) == (5, "host_memory")
+    assert found.host_free == pytest.approx(host_limits()[0].num_bytes, rel=0.2), "but that is known"
     assert (found.device_available, found.device_source) == (7, "device_memory")
 
 
