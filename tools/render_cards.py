@@ -1,4 +1,5 @@
-"""Writes docs/cards.md: the largest model that each card trains beside each host memory, and how long a step takes.
+"""Writes docs/cards.md: the largest model that each card trains beside each host memory, and how long a step takes; and the
+README's table, which is part of it.
 
     python tools/render_cards.py [--check]
 
@@ -36,6 +37,10 @@ from layerferry.planner.rate import Rate
 from layerferry.store.store import plane_specs
 
 PAGE = Path(__file__).parents[1] / "docs" / "cards.md"
+README = Path(__file__).parents[1] / "README.md"
+BEGIN, END = "<!-- cards: tools/render_cards.py -->", "<!-- end of cards -->"
+README_HOSTS = 4
+"""The README shows the smaller hosts."""
 ROWS_MEASURED = Path(__file__).parents[1] / "benchmarks" / "results" / "step.jsonl"
 ROW_TOKENS, ROWS = 1024, 128
 GB = 10**9
@@ -223,12 +228,41 @@ def page() -> str:
     return "\n".join([*blocks, "## Measured steps\n", text + "\n".join(measured()) + "\n"])
 
 
+def cells(text: str, title: str) -> dict[str, list[str]]:
+    """Card -> cells of the table under ``title`` of the page."""
+    lines = text.partition(f"## {title}\n\n")[2].partition("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0].removesuffix(" †"): row[1:] for row in rows}
+
+
+def short(text: str) -> str:
+    """The README's table, of the page: fp32 moments, and under them 8-bit ones where those change the model."""
+    own, lean = (cells(text, title) for title in FORMATS)
+    lines = [
+        f"| card | {' | '.join(f'{host.title} of RAM' for host in HOSTS[:README_HOSTS])} |",
+        "|---" * (README_HOSTS + 1) + "|",
+    ]
+    for card, row in own.items():
+        pairs = zip(row[:README_HOSTS], lean[card], strict=False)
+        both = [one if one.split(",")[0] == other.split(",")[0] else f"{one}<br>8-bit: {other}" for one, other in pairs]
+        lines.append(f"| {card} | {' | '.join(both)} |")
+    return "\n".join(lines)
+
+
+def readme(text: str) -> str:
+    """The README with that table."""
+    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{short(text)}\n{END}{after}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     check, text = parser.parse_args().check, page()
     if not check:
         PAGE.write_text(text, encoding="utf-8")
+        README.write_text(readme(text), encoding="utf-8")
         return 0
     if PAGE.read_text(encoding="utf-8") != text:
         print(f"{PAGE} is not what the planner says: run tools/render_cards.py", file=sys.stderr)

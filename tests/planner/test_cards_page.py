@@ -21,20 +21,14 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("render_cards")
 
 
-def cells(tool: Any, title: str) -> dict[str, list[str]]:
-    """Card -> cells of the table under ``title``."""
-    lines = PAGE.partition(f"## {title}\n\n")[2].partition("\n\n")[0].splitlines()[2:]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return {row[0].removesuffix(" †"): row[1:] for row in rows}
-
-
 def test_every_card_beside_every_host_is_there(tool: Any) -> None:
     assert PAGE.startswith(tool.HEAD) and "| `7b-free` |" in PAGE
     for title in tool.FORMATS:
-        found = cells(tool, title)
+        found = tool.cells(PAGE, title)
         assert list(found) == [card.name for card in tool.CARDS]
         assert all(len(row) == len(tool.HOSTS) for row in found.values())
         assert {cell.split(",")[0] for row in found.values() for cell in row} <= {*tool.MODELS, "none of them"}
+    assert tool.readme(PAGE) == tool.README.read_text(encoding="utf-8"), "its table is part of the page"
     assert list(tool.measured())[2:] == PAGE.split("\n\n")[-1].strip().splitlines()[2:]
 
 
@@ -42,7 +36,7 @@ def test_every_card_beside_every_host_is_there(tool: Any) -> None:
 def test_a_cell_is_a_plan_that_fits(tool: Any, card: int) -> None:
     """Cells with the smallest model, to be quick; seconds as rounded there."""
     title, optim = next(iter(tool.FORMATS.items()))
-    name, _, seconds = cells(tool, title)[tool.CARDS[card].name][0].partition(", ")
+    name, _, seconds = tool.cells(PAGE, title)[tool.CARDS[card].name][0].partition(", ")
     plan = tool.planned(name, tool.CARDS[card], tool.HOSTS[0], optim)
     assert plan.total(HOST) <= tool.HOSTS[0].gb * 1e9 and plan.total(DEVICE) <= tool.CARDS[card].gb * 1e9
     assert plan.seconds.step == pytest.approx(float(seconds.removesuffix(" s")), rel=0.1)
