@@ -96,9 +96,10 @@ class FolderLock:
         return f"{self._folder} cannot be written: {reason_of(error)}"
 
     def close(self) -> None:
-        """Let the folder go."""
+        """Let the folder go; where it was moved away and another run has begun in its place, that one's lock stays."""
         with suppress(OSError):
-            self._path.unlink(missing_ok=True)
+            if _is_still(self._descriptor, self._path):
+                self._path.unlink()
         os.close(self._descriptor)
         self._take_away()
 

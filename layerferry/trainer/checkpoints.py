@@ -24,6 +24,9 @@ from layerferry.trainer.state import RunState
 
 logger = logging.getLogger("layerferry.trainer")
 
+WITHOUT = "(without overwrite_output_dir and resume_from_checkpoint)"
+"""Keys with which the same command would begin elsewhere."""
+
 
 class ModelSaver(Protocol):
     """What is asked of the engine for the last save."""
@@ -56,11 +59,11 @@ def save_tokenizer_beside(folder: Path, tokenizer: Any) -> None:
 def how_to_go_on(folder: Path) -> str:
     """What the newest checkpoint that can be resumed is good for."""
     if not folder.is_dir():
-        return "when it is back, the same command goes on from the newest checkpoint in it (without overwrite_output_dir)"
+        return "when it is back, the same command goes on from the newest checkpoint in it " + WITHOUT
     newest = newest_resumable(on_line(folder, read_latest(folder)))
     if newest is None:
         return "the same command starts anew, for no checkpoint can be resumed"
-    return f"the same command goes on from {newest.name} (without overwrite_output_dir)"
+    return f"the same command goes on from {newest.name} {WITHOUT}"
 
 
 def behind_a_spoilt_step(folder: Path, step: int) -> str:

@@ -28,7 +28,7 @@ from layerferry.engine.engine import Engine, StepReport
 from layerferry.errors import LayerFerryError
 from layerferry.optim.schedule import Schedule
 from layerferry.trainer.cadence import Cadence
-from layerferry.trainer.checkpoints import Checkpoints, behind_a_spoilt_step, how_to_go_on
+from layerferry.trainer.checkpoints import WITHOUT, Checkpoints, behind_a_spoilt_step, how_to_go_on
 from layerferry.trainer.disk import DiskWatch
 from layerferry.trainer.evaluation import evaluate
 from layerferry.trainer.guards import SkipGuard, SpikeGuard, named_rows
@@ -240,7 +240,7 @@ class Loop:
             return f"stopped after step {step}, and {name} could not be saved: {how_to_go_on(self._folder)}"
         if self.config.train.save_only_model:
             return f"stopped after step {step}; {name} holds the model only (save_only_model): {how_to_go_on(self._folder)}"
-        return f"stopped after step {step}; {name} is saved: the same command goes on from there (without overwrite_output_dir)"
+        return f"stopped after step {step}; {name} is saved: the same command goes on from there {WITHOUT}"
 
     def _view(self, report: StepReport, lr: float, epoch: float) -> View:
         pace_s = self.meter.seconds_per_step

@@ -111,3 +111,12 @@ def test_a_folder_that_is_taken_away_meanwhile(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "open", racing)
     with FolderLock(folder):
         assert (folder / LOCK).exists()
+
+
+def test_a_folder_that_was_moved_away_leaves_the_lock_of_its_successor(tmp_path: Path) -> None:
+    first = FolderLock(tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / "moved")
+    with FolderLock(tmp_path / "out"):
+        first.close()
+        with pytest.raises(ConfigError, match="in use by process"):
+            FolderLock(tmp_path / "out")

@@ -92,7 +92,8 @@ def test_a_signal_saves_and_the_same_command_goes_on(base: Path, whole: tuple[Pa
     os.kill(process.pid, number)
     process.join(30)
     assert process.exitcode == code, log.read_text()
-    assert "is saved: the same command goes on from there" in log.read_text()
+    keys = "without overwrite_output_dir and resume_from_checkpoint"
+    assert f"is saved: the same command goes on from there ({keys})" in log.read_text()
     newest = candidates(output)[0]
     assert newest.name not in {f"checkpoint-{step}" for step in range(9)}
     process = start(base, output, SETTINGS)

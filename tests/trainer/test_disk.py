@@ -92,7 +92,7 @@ def test_a_disk_that_fails_in_the_run_ends_it_with_one_line_and_the_same_command
         patch.setattr("layerferry.api.ScratchFile", partial(BreakingFile, at=3, fault=fault, kinds=("write",)))
         with pytest.raises(DiskTierError) as caught:
             train(on_disk(base, output))
-    first = r"starts anew, for no checkpoint can be resumed|goes on from checkpoint-1 \(without overwrite_output_dir\)"
+    first = r"starts anew, for no checkpoint can be resumed|goes on from checkpoint-1 \(without .* and resume_from_checkpoint\)"
     line = (
         rf"^the disk at {output}: {reason} \(optimizer state of .*\); the same command ({first}); disk_folder names another disk$"
     )
