@@ -36,9 +36,10 @@ run 3b-disk 4 step step --case 3b-disk --model qwen2.5-3b $rows --auto 1 --disk-
 run 3b-disk-all 8 step step --case 3b-disk-all --model qwen2.5-3b $rows --auto 1 --disk-units 99 --disk-folder . --steps 3
 run 3b-free 5 step step --case 3b-free --model qwen2.5-3b $rows --auto 1
 run 7b-free 7 step step --case 7b-free --model qwen2.5-7b $rows --auto 1
-run 7b-stream 11 step step --case 7b-stream-44 $stream --budget 0.0 --variants "case=7b-stream-90,richer_layers=3;case=7b-full-rows;case=7b-packed-250,sample_tokens=250"
+run 7b-stream 11 step step --case 7b-stream-44 $stream --budget 0.0 --variants "case=7b-stream-90,richer_layers=4;case=7b-full-rows;case=7b-packed-250,sample_tokens=250"
 run 7b-16k 5 step step --case 7b-16k --model qwen2.5-7b --rows 16 --row-tokens 1024 --auto 1
 run 7b-muon 7 step step --case 7b-muon $stream --budget 0.0 --optim muon
+run 14b-adam8 9 step step --case 14b-adam8 --model qwen2.5-14b $rows --micro-batch-rows 32 --waves 2 --budget 0.1 --optim adamw_8bit --steps 3
 run 14b-free 10 step step --case 14b-free --model qwen2.5-14b $rows --auto 1
 run 7b-arrival 6 step step --case 7b-arrival --model qwen2.5-7b $rows --auto 1 --device-memory 60 --on-arrival 1
 run 7b-24gib 7 step step --case 7b-24gib --model qwen2.5-7b $rows --auto 1 --device-memory 24

@@ -1,8 +1,8 @@
 """The command line: one small function a command, and the one place where an error becomes an exit code.
 
-Exit codes: 0 done, 1 wrong or failed, 2 user error, 3 does not fit, 4 model refused, 130 interrupted. For 2 to 4 there is one
-``error:`` line on standard error and no traceback (LAYERFERRY_DEBUG=1 shows it), and so for a file that the system refuses; a
-fault of ours keeps its traceback.
+Exit codes: 0 done, 1 wrong or failed, 2 user error, 3 does not fit, 4 model refused, 129, 130 or 143 interrupted. For 2 to
+4 there is one ``error:`` line on standard error and no traceback (LAYERFERRY_DEBUG=1 shows it), and so for a file that the system
+refuses; a fault of ours keeps its traceback.
 Results go to standard output, logs to standard error. ``--help`` answers at once: what is heavy is imported inside the commands.
 Checked by ``tests/cli``.
 """

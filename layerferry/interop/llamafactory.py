@@ -134,9 +134,9 @@ def read_with_notices(path: Path | None, overrides: Sequence[str]) -> tuple[Conf
         data["interleave_probs"] = _probabilities(reading)
     if "output_dir" in reading.where and not train.get("output_dir"):
         raise reading.fail("output_dir", "empty: name the folder that the results go to")
-    for name in ("output_dir", "logging_dir"):  # as transformers does
-        if train.get(name):
-            train[name] = os.path.expanduser(train[name])
+    for section, name in ((train, "output_dir"), (train, "logging_dir"), (engine, "disk_folder")):  # as transformers does
+        if section.get(name):
+            section[name] = os.path.expanduser(section[name])
     config = Config(
         model=reading.model(),
         data=DataConfig(**data),

@@ -17,14 +17,14 @@ from layerferry.engine.sizes import InputSizes, input_sizes
 from layerferry.layout import FP32_PLANE, GRAD, WEIGHT, PlaneSpec
 from layerferry.plan import Plan
 from layerferry.planner import compute
-from layerferry.planner.held import arrival_bytes, disk_order, unit_bytes
+from layerferry.planner.held import arrival_bytes, disk_bytes, disk_order, unit_bytes
 from layerferry.planner.machine import Machine
 from layerferry.planner.memory import Working, activations, buffers, plan_specs
 from layerferry.planner.problem import ESTIMATE_MARGIN, Problem, device_budget, host_budget, places
 from layerferry.planner.time import layer_uploads, waves_of
 from layerferry.planner.updates import orthogonal_s, update_s
-from layerferry.store.disk import file_bytes, ring_bytes
-from layerferry.store.store import state_bytes, state_specs
+from layerferry.store.disk import ring_bytes
+from layerferry.store.store import state_specs
 
 
 class Choice(NamedTuple):
@@ -100,7 +100,7 @@ class _Disk:
         self._units, self._specs = question.model.units, question.specs
         self._available, self._pinned = question.machine.disk_available, question.pins.disk_units
         self._order = disk_order(self._units, question.specs)
-        self._sizes = {index: file_bytes(state_bytes(self._units[index], question.specs)) for index in self._order}
+        self._sizes = {index: disk_bytes(self._units[index], question.specs) for index in self._order}
         kinds = state_specs(question.specs).values()
         self._held = {index: sum(self._units[index].layout.bytes(spec) for spec in kinds) for index in self._order}
         self._saved: dict[tuple[int, ...], int] = {}

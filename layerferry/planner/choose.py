@@ -155,7 +155,7 @@ def _endurance(question: Problem, plan: Plan, seconds: Seconds) -> str:
     """What the disk is asked for: all of its bytes are read and written once a step."""
     num_bytes, rate = plan.total(DISK), question.machine.disk_write_bytes_per_s
     a_day = num_bytes * 86400 / seconds.step
-    guess = "; its rate is a guess: `layerferry probe` measures it" if rate.source == GUESS else ""
+    guess = "; its rate is a guess: `layerferry probe --disk FOLDER` measures it" if rate.source == GUESS else ""
     return (
         f"{size_text(num_bytes)} are read from the disk and written to it every step, {a_day / 1e12:.3g} TB a day at this pace: "
         f"hold that against what the disk is rated for{guess}"

@@ -2,8 +2,8 @@
 
 One lane that works in order: behind the spill of a unit comes the fetch of the one that takes its buffer, ``RING`` places later
 in the order of updates. Past the last unit the order begins anew: those fetches are the next step's, which finds the ring full.
-How fast the lane is with both directions at once is in its rates (``measure.py``). Checked by ``tests/planner/test_disk.py``
-against closed forms.
+How fast the lane is with both directions at once is in its rates (``disk_rates.py``). Checked by
+``tests/planner/test_disk.py`` against closed forms.
 """
 
 from __future__ import annotations

@@ -49,21 +49,26 @@ def planes(
     keeps_gradients: bool = True,
 ) -> tuple[Item, ...]:
     """One line a plane kind @host, one for the units at home @device, two for state @disk: exactly what the store allocates."""
-    host, device = [], 0
+    table, device = [], 0
     for kind, spec in specs.items():
         by_unit = unit_bytes(model, spec)
         there = sum(by_unit[index] for index in (home if kind in TRAVELLING else home | on_disk))
         if kind != GRAD or keeps_gradients:
-            host.append(Item(what=_NAMES.get(kind, kind), place=HOST, num_bytes=sum(by_unit) - there))
+            table.append(Item(what=_NAMES.get(kind, kind), place=HOST, num_bytes=sum(by_unit) - there))
         at_home = unit_bytes(model, FP32_PLANE if kind == GRAD else spec)  # gradients are summed where they are read
         device += sum(at_home[index] for index in home)
     if home:
-        host.append(Item(what=f"all planes of {len(home)} of {len(model.units)} units", place=DEVICE, num_bytes=device))
+        table.append(Item(what=f"all planes of {len(home)} of {len(model.units)} units", place=DEVICE, num_bytes=device))
     if on_disk:
-        sizes = [file_bytes(state_bytes(model.units[index], specs)) for index in on_disk]
-        host.append(Item(what=f"{RING} buffers for units @disk", place=HOST, num_bytes=ring_bytes(sizes)))
-        host.append(Item(what=f"residues and moments of {len(on_disk)} units", place=DISK, num_bytes=sum(sizes)))
-    return tuple(host)
+        sizes = [disk_bytes(model.units[index], specs) for index in on_disk]
+        table.append(Item(what=f"{RING} buffers for units @disk", place=HOST, num_bytes=ring_bytes(sizes)))
+        table.append(Item(what=f"residues and moments of {len(on_disk)} units", place=DISK, num_bytes=sum(sizes)))
+    return tuple(table)
+
+
+def disk_bytes(unit: Unit, specs: Mapping[str, PlaneSpec]) -> int:
+    """Of the state of ``unit`` @disk, and in a buffer of the ring; 0 where it has none."""
+    return file_bytes(state_bytes(unit, specs))
 
 
 def disk_order(units: Sequence[Unit], specs: Mapping[str, PlaneSpec]) -> tuple[int, ...]:

@@ -205,5 +205,10 @@ def places(host: int, device: int, machine: Machine, *, disk: int = 0) -> dict[s
     return {**found, **on_disk}
 
 
+def budget_source(machine: Machine, place: str) -> str:
+    """Who says how many bytes ``place`` has: the key that the user has set, or what was asked."""
+    return {HOST: machine.host_source, DEVICE: machine.device_source, DISK: machine.disk_source}[place]
+
+
 def fits(question: Problem, plan: Plan) -> bool:
     return all(needed <= there for needed, there in needs(plan, question.machine).values())

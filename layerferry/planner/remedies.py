@@ -13,12 +13,10 @@ from layerferry.engine.sizes import device_sizes
 from layerferry.layout import PlaneSpec
 from layerferry.optim.choose import optimizer_for
 from layerferry.plan import Plan, size_text
-from layerferry.planner.held import DEVICE, DISK, HOST, arrivals, planes
+from layerferry.planner.held import DEVICE, DISK, HOST, arrivals, disk_bytes, planes
 from layerferry.planner.memory import plan_specs
-from layerferry.planner.problem import Pins, Problem, needs
+from layerferry.planner.problem import Pins, Problem, budget_source, needs
 from layerferry.planner.search import search
-from layerferry.store.disk import file_bytes
-from layerferry.store.store import state_bytes
 
 SHORTEST_ROW = 128
 ROUNDED = 2**30 // 10
@@ -57,7 +55,7 @@ def _remedies(question: Problem, plan: Plan) -> Iterator[str]:
         yield from _larger_host(question, places[HOST][0])
     for place in sorted(short):
         if _reported(question, place):
-            another = f"{_budget_key(place)}: states another limit than {_source(question, place)}"
+            another = f"{_budget_key(place)}: states another limit than {budget_source(question.machine, place)}"
             yield "disk_folder: names a disk with more room" if place == DISK else another
 
 
@@ -149,7 +147,7 @@ def _on_arrival(question: Problem) -> Iterator[str]:
 
 def _on_disk(question: Problem) -> Iterator[str]:
     """The least disk memory that is enough for what the host has no room for."""
-    state = sum(file_bytes(state_bytes(unit, question.specs)) for unit in question.model.units)
+    state = sum(disk_bytes(unit, question.specs) for unit in question.model.units)
     if question.pins.disk_units is not None or question.machine.disk_available >= state:
         return
     plan, found = search(replace(question, machine=replace(question.machine, disk_available=state)))
@@ -172,12 +170,7 @@ def _count(params: float) -> str:
 
 
 def _reported(question: Problem, place: str) -> bool:
-    return _source(question, place) != _budget_key(place)
-
-
-def _source(question: Problem, place: str) -> str:
-    machine = question.machine
-    return {HOST: machine.host_source, DEVICE: machine.device_source, DISK: machine.disk_source}[place]
+    return budget_source(question.machine, place) != _budget_key(place)
 
 
 def _budget_key(place: str) -> str:

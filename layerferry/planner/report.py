@@ -26,7 +26,7 @@ from layerferry.planner.choose import Decision, decide
 from layerferry.planner.facts import Model
 from layerferry.planner.held import DEVICE, DISK, HOST
 from layerferry.planner.machine import Machine, machine_for
-from layerferry.planner.problem import Pins, Problem, needs, problem
+from layerferry.planner.problem import Pins, Problem, budget_source, needs, problem
 from layerferry.store.store import plane_specs
 
 WIDTH = 100
@@ -181,10 +181,9 @@ def _bytes(plan: Plan, question: Problem) -> str:
 
 
 def _against(needed: int, there: int, machine: Machine, place: str) -> str:
-    source = {HOST: machine.host_source, DEVICE: machine.device_source, DISK: machine.disk_source}[place]
     what = "needed, both places in one memory" if machine.one_memory and place == HOST else "needed"
     verdict = f"{(there - needed) / GIB:.2f} left" if needed <= there else f"{(needed - there) / GIB:.2f} SHORT"
-    return f"  {what:<44} {needed / GIB:9.2f} GiB   of {there / GIB:.2f} ({source}): {verdict}"
+    return f"  {what:<44} {needed / GIB:9.2f} GiB   of {there / GIB:.2f} ({budget_source(machine, place)}): {verdict}"
 
 
 def _bar(num_bytes: int, total: int) -> str:

@@ -1,8 +1,8 @@
 """Curves of a run as pictures: ``training_loss.png``, ``training_eval_loss.png`` and so on.
 
 Names and smoothing are LLaMA-Factory's: an exponential moving average whose weight grows with the number of points,
-1.8·(sigmoid(0.05·n) - 0.5), drawn over the raw values. matplotlib is imported here only, with a canvas of its own, so that no
-display is needed and no global state of pyplot changes. Checked by ``tests/trainer/test_plots.py``.
+1.8·(sigmoid(0.05·n) - 0.5), drawn over the raw values. matplotlib is imported where it draws, with a canvas of its own, so that
+no display is needed and no global state of pyplot changes. Checked by ``tests/trainer/test_plots.py``.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from layerferry.checkpoint.files import Files, replace_file
 from layerferry.trainer.history import Entry
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 RAW_COLOUR = "#9db8d9"
 SMOOTH_COLOUR = "#14508c"
@@ -76,6 +79,11 @@ def _draw(path: Path, steps: Sequence[int], values: Sequence[float], *, label: s
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
+    write_png(figure, path)
+
+
+def write_png(figure: Figure, path: Path) -> None:
+    """``path`` is the old picture or the new one, whole."""
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png")
     replace_file(Files(), path, drawn.getvalue())

@@ -7,7 +7,6 @@ count as idle.
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from layerferry.backends.base import Lane
 from layerferry.checkpoint.files import Files, reason_of, replace_file
 from layerferry.engine.clock import Span
 from layerferry.engine.engine import Engine
+from layerferry.trainer.plots import write_png
 
 ROWS = (
     (Lane.UPLOAD, "upload"),
@@ -136,6 +136,4 @@ def draw(spans: Sequence[Span], path: Path, *, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.01)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png")
-    replace_file(Files(), path, drawn.getvalue())
+    write_png(figure, path)

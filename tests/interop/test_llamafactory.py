@@ -188,8 +188,9 @@ def test_resume(override: str, expected: str | None) -> None:
 
 def test_a_home_folder_is_expanded_as_transformers_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    train = read("output_dir=~/out", "logging_dir=~/logs").train
-    assert (train.output_dir, train.logging_dir) == ("/home/me/out", "/home/me/logs")
+    config = read("output_dir=~/out", "logging_dir=~/logs", "disk_folder=~/disk")
+    assert (config.train.output_dir, config.train.logging_dir) == ("/home/me/out", "/home/me/logs")
+    assert config.engine.disk_folder == "/home/me/disk"
 
 
 def test_values_in_the_ways_people_write_them() -> None:

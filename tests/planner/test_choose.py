@@ -126,16 +126,16 @@ def test_a_budget_that_holds_no_part_is_refused_with_the_least_that_does() -> No
     assert decide(ask(device_gib=0.9 * least)).shortfall is not None
 
 
-@pytest.mark.parametrize(("cpu", "host_gib"), [(False, 30.0), (True, 30.0)])
-def test_a_host_budget_is_refused_with_one_that_fits(cpu: bool, host_gib: float) -> None:
+@pytest.mark.parametrize("cpu", [False, True])
+def test_a_host_budget_is_refused_with_one_that_fits(cpu: bool) -> None:
     def asked(host_gib: float) -> str | None:
         there = machine(device_gib=8, host_gib=host_gib, cpu=cpu, **({"device_source": "host_memory"} if cpu else {}))
         return decide(problem(qwen("qwen2.5-3b"), specs(), there, config(rows=1), 128)).shortfall
 
-    shortfall = asked(host_gib)
+    shortfall = asked(30.0)
     assert shortfall is not None
     enough = float(re.search(r"host_memory: ([\d.]+) GiB fits", shortfall)[1])  # type: ignore[index]
-    assert enough > host_gib and asked(enough + 0.005) is None
+    assert enough > 30.0 and asked(enough + 0.005) is None
 
 
 @pytest.mark.parametrize("device_gib", [10, 24])
@@ -206,83 +206,7 @@ def test_packing_and_isolation_reach_the_shape() -> None:
     assert ask(packed).shape == Shape(row_tokens=1024, rows_per_step=8, isolated=True, packed=True, fused_head=True)
 
 
-# ---------------------------------------------------------------- pins
-
-PINS: dict[str, Any] = {
-    "micro_batch_rows": 4,
-    "num_waves": 2,
-    "activation_budget": 0.4,
-    "richer_layers": 3,
-    "richer_budget": 0.5,
-    "host_inputs": 5,
-    "mlp_chunk_tokens": 512,
-    "kept_attention": 9,
-    "device_units": 4,
-    "resident_gradients": True,
-    "carry_fp32": True,
-    "chunk_tokens": 768,
-    "num_slots": 5,
-    "num_slabs": 3,
-    "end_parts": 5,
-    "compile": False,
-    "optimizer_threads": 7,
-}
-
-
-@pytest.mark.parametrize("name", PINS)
-def test_what_is_pinned_stays(name: str) -> None:
-    beside = {"richer_layers": 3} if name == "richer_budget" else {}  # without such layers it says nothing
-    given = config(rows=16, **{name: PINS[name]}, **beside)
-    assert getattr(decide(ask(given)).plan, name) == PINS[name]
-
-
-def test_pins_keep_each_other_company() -> None:
-    """Several at once, also where the search would have taken another way: the planes all @host, rows long enough for chunks."""
-    given = {"device_units": 0, "num_waves": 2, "carry_fp32": False, "resident_gradients": False, "richer_layers": 0}
-    plan = decide(ask(config(rows=16, **given))).plan
-    assert {name: getattr(plan, name) for name in given} == given
-    long = config(rows=2, mlp_chunk_tokens=0, kept_attention=0, host_inputs=3, device_units=2)
-    plan = decide(ask(long, 65536)).plan
-    assert (plan.mlp_chunk_tokens, plan.kept_attention, plan.host_inputs, plan.on_device) == (0, 0, 3, (0, 1))
-    chunked = config(rows=2, mlp_chunk_tokens=4096, kept_attention=5, host_inputs=28, activation_budget=0.3)
-    plan = decide(ask(chunked, 65536)).plan
-    assert (plan.mlp_chunk_tokens, plan.kept_attention, plan.host_inputs, plan.activation_budget) == (4096, 5, 28, 0.3)
-    assert decide(ask(config(rows=16, device_units=99))).plan.device_units == 30, "no more than there are"
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"device_units": 29, "disk_units": 2, "disk_memory": 1 << 40}, "device_units: 29 and disk_units: 2 are more than"),
-        ({"resident_gradients": True, "carry_fp32": True}, "carry_fp32: true: with resident_gradients: true"),
-        ({"richer_layers": 2, "mlp_chunk_tokens": 64}, "richer_layers: 2: with mlp_chunk_tokens every layer is computed again"),
-        ({"richer_layers": 2, "kept_attention": 1}, "richer_layers: 2: with kept_attention every layer is computed again"),
-        ({"update_on_arrival": True, "carry_fp32": True}, "carry_fp32: true: with update_on_arrival: true"),
-        ({"update_on_arrival": True, "resident_gradients": False, "num_waves": 2}, "resident_gradients: false: with update_on"),
-    ],
-)
-def test_pins_that_contradict_each_other_are_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(PlanError, match=said):
-        ask(config(rows=16, **given))
-
-
-def test_units_pinned_to_a_device_that_has_no_room_are_named() -> None:
-    shortfall = decide(ask(config(rows=16, device_units=20), device_gib=44)).shortfall
-    assert shortfall is not None and re.search(r"device_units: \d+ instead of 20 fits", shortfall)
-
-
-def test_gradient_checkpointing_off_keeps_everything() -> None:
-    given = config(rows=16, train={"gradient_checkpointing": False})
-    assert decide(ask(given)).plan.activation_budget == 1.0
-    huge = config(rows=512, train={"gradient_checkpointing": False}, num_waves=1)
-    assert decide(ask(huge)).shortfall is not None
-
-
-def test_a_pinned_plan_that_cannot_fit_is_refused_with_the_pin_named() -> None:
-    shortfall = decide(ask(config(rows=128, activation_budget=1.0, num_waves=1), device_gib=44)).shortfall
-    assert shortfall is not None
-    assert re.search(r"needs [\d.]+ GiB @device, 44\.0 GiB allowed by device_memory: [\d.]+ GiB short", shortfall)
-    assert "activation_budget: 0.0 instead of 1.0 fits" in shortfall
+# ---------------------------------------------------------------- what is refused
 
 
 def test_a_budget_below_one_slot_is_refused() -> None:

@@ -1,7 +1,7 @@
 """``kill -9`` at random moments, signals, and a second run on the same folder: real processes.
 
 After every kill the newest checkpoint is whole and equals that of the run that was left alone; in the end the two folders have
-the same bytes. Every other process has optimizer state @disk. Three kills here, twenty-five in ``make soak``.
+the same bytes. Every other process has optimizer state @disk. Three kills here, sixty in ``make soak``.
 """
 
 from __future__ import annotations
