@@ -110,7 +110,8 @@ class _Disk:
 
     @property
     def is_there(self) -> bool:
-        return self._available > 0
+        """Whether state may go there: there is room, or the user has pinned some, room or not."""
+        return self._available > 0 or bool(self._pinned)
 
     @property
     def most_home(self) -> int:

@@ -18,14 +18,12 @@ from layerferry.plan import Plan, Seconds
 from layerferry.planner import compute
 from layerferry.planner.end_slots import EndSlots, head_part, prologue_part, uses_of_ends
 from layerferry.planner.facts import Model
-from layerferry.planner.held import unit_bytes
+from layerferry.planner.held import disk_bytes, unit_bytes
 from layerferry.planner.machine import Machine
 from layerferry.planner.memory import Shape, plan_specs, tokens_of
 from layerferry.planner.program import Piece, Program
 from layerferry.planner.schedule import waits
 from layerferry.planner.updates import finish_s, orthogonal_s, trip_bytes, update_s
-from layerferry.store.disk import file_bytes
-from layerferry.store.store import state_bytes
 from layerferry.units import Piece as UnitPiece
 from layerferry.units import Unit
 
@@ -71,14 +69,32 @@ def busy(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Shape,
         compute=compute_s(model, plan, shape, machine) + sum(orthogonal_s(unit.layout, machine) for unit in model.units),
         upload=up / machine.upload_together_bytes_per_s.value,
         download=((carried + 1) * grad_bytes + inputs + trips) / machine.download_together_bytes_per_s.value,
-        optimizer=sum(update_s(unit.layout, machine) for unit in travelling),
+        optimizer=updates_s(model, specs, plan, shape, machine),
         disk=sum(sum(disk_seconds(model.units[index], specs, machine)) for index in plan.on_disk),
     )
 
 
+def updates_s(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Shape, machine: Machine) -> float:
+    """Of all updates on the CPU, as long as they take beside the copies of a step."""
+    home = frozenset(plan.on_device)
+    alone = sum(update_s(unit.layout, machine) for unit in model.units if unit.index not in home)
+    return alone if machine.is_cpu or not alone else alone * _slowed(alone, model, specs, plan, shape, machine)
+
+
+def _slowed(alone: float, model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Shape, machine: Machine) -> float:
+    """How many times longer updates of ``alone`` seconds take: they run behind the first wave's forward, and what travels then,
+    weights up and kept inputs down, takes its bytes a second from the host memory's."""
+    home, wave = frozenset(plan.on_device), waves_of(plan, shape)[0]
+    forward = wave * sum(pace[0] for pace in compute.layer_paces(model, plan, shape, machine))
+    weights = sum(size for index, size in enumerate(unit_bytes(model, specs[WEIGHT])) if index not in home)
+    inputs = wave * model.num_inputs_at_host(plan.host_inputs) * tokens_of(plan, shape) * model.boundary
+    most = machine.upload_together_bytes_per_s.value + machine.download_together_bytes_per_s.value
+    return 1 + min((weights + inputs) / max(forward, alone), most) / machine.dram_bytes_per_s.value
+
+
 def disk_seconds(unit: Unit, specs: Mapping[str, PlaneSpec], machine: Machine) -> tuple[float, float]:
     """Of one fetch and one spill."""
-    num_bytes = file_bytes(state_bytes(unit, specs))
+    num_bytes = disk_bytes(unit, specs)
     return num_bytes / machine.disk_read_bytes_per_s.value, num_bytes / machine.disk_write_bytes_per_s.value
 
 
@@ -121,6 +137,8 @@ def program(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Sha
     weights, grads = unit_bytes(model, specs[WEIGHT]), unit_bytes(model, specs[GRAD])
 
     one_input = tokens_of(plan, shape) * model.boundary
+    alone = sum(update_s(unit.layout, machine) for unit in model.units if unit.index not in home)
+    slower = _slowed(alone, model, specs, plan, shape, machine) if alone else 1.0
 
     def piece(index: int, forward: float, backward: float, share: float = 1.0, *, travels: bool = False) -> Piece:
         layout = model.units[index].layout
@@ -132,8 +150,8 @@ def program(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Sha
             forward=share * forward,
             backward=share * backward,
             drain=compute.drain_s(trained, machine),
-            update=share * update_s(layout, machine),
-            finish=share * finish_s(layout, machine),
+            update=slower * share * update_s(layout, machine),
+            finish=slower * share * finish_s(layout, machine),
             orthogonal=share * orthogonal_s(layout, machine),
             trip=share * trip_bytes(layout, specs) * (1 / up + 1 / down),
             upload=share * weights[index] / up,

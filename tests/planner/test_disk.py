@@ -124,6 +124,9 @@ def test_a_pinned_number_is_kept_and_one_that_needs_more_disk_is_refused() -> No
     assert search(ask(host_gib=126, disk_units=0))[0].on_disk == ()
     decision = decide(ask(host_gib=126, disk_units=10, disk_gib=10))
     assert decision.shortfall is not None and "@disk, 10.0 GiB allowed by disk_memory" in decision.shortfall
+    asked = ask(host_gib=126, disk_units=3)
+    full = decide(replace(asked, machine=replace(asked.machine, disk_available=0))).shortfall
+    assert full is not None and "@disk, 0 bytes allowed" in full, "not passed over in silence"
     with pytest.raises(PlanError, match="disk_units: 3: set disk_memory too"):
         problem(qwen("qwen2.5-7b"), specs(), machine(), config(disk_units=3), 1024)
 

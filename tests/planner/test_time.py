@@ -12,9 +12,10 @@ import torch
 
 from layerferry.config import OptimConfig
 from layerferry.engine.batch import MicroBatch
+from layerferry.layout import WEIGHT_PLANE
 from layerferry.optim.choose import optimizer_for
 from layerferry.plan import Plan
-from layerferry.planner.compute import pace, recomputation
+from layerferry.planner.compute import layer_paces, pace, recomputation
 from layerferry.planner.facts import Model
 from layerferry.planner.memory import Shape
 from layerferry.planner.rate import Rate
@@ -45,13 +46,31 @@ def test_uploads_are_those_of_the_feed(slots: int, waves: int, tied: bool, home:
 
 
 def test_lanes_are_work_over_rate() -> None:
-    model, there = Model.of(skeleton("llama")), machine()
+    model, there = (
+        Model.of(skeleton("llama")),
+        machine(dram_bytes_per_s=Rate(1e30, "copies take nothing from it")),
+    )
     plan = Plan(compile=True, activation_budget=0.0, micro_batch_rows=4, rows_per_step=4)
     found = seconds(model, specs(), plan, SHAPE, there)
     assert found.compute >= model.flops.per_token(8) * 32 / 715e12
     assert found.optimizer == pytest.approx(model.num_params * 0.225e-9)
     assert found.download == pytest.approx(2 * model.num_params / 45e9, rel=0.05), "a tiny model's norms are padded"
     assert found.step == pytest.approx(found.compute + found.waits_for_updates + found.waits_for_copies)
+
+
+def test_copies_behind_the_first_forward_slow_the_updates_down() -> None:
+    """Weights up, kept inputs down; a second wave's are later. Where updates outlast the forward, over their own time."""
+    model, plan = Model.of(skeleton("llama")), Plan(compile=True, micro_batch_rows=2, rows_per_step=8, num_waves=2, host_inputs=3)
+    plan, shape = replace(plan, row_tokens=8), Shape(row_tokens=8, rows_per_step=8)
+    alone = model.num_params * 0.225e-9
+    travelled = sum(unit.layout.bytes(WEIGHT_PLANE) for unit in model.units) + 2 * 3 * 2 * 8 * model.boundary
+    there = machine(dram_bytes_per_s=Rate(1e9, "slow"), upload_together_bytes_per_s=Rate(1e15, "fast"))
+    slowed = seconds(model, specs(), plan, shape, there).optimizer
+    forward = 2 * sum(forward for forward, _ in layer_paces(model, plan, shape, there))
+    assert slowed == pytest.approx(alone * (1 + travelled / max(forward, alone) / 1e9), rel=1e-6)
+    home = replace(plan, on_device=tuple(range(1, len(model.units))), host_inputs=0)
+    own = model.units[0]
+    assert seconds(model, specs(), home, shape, there).optimizer > own.num_trained * 0.225e-9
 
 
 def test_units_at_home_neither_travel_nor_wait_for_the_cpu() -> None:
