@@ -54,7 +54,7 @@ from layerferry.trainer.progress import progress
 from layerferry.trainer.reporters import open_reporters, tracker_names
 from layerferry.trainer.resume import Start, find_start, latest_of, say_what_is_left_behind
 from layerferry.trainer.retreat import retreat
-from layerferry.trainer.state import RunState, changes, check_data, data_facts, settings_of
+from layerferry.trainer.state import RunState, changes, check_data, data_facts, other_rounding, rounding_of, settings_of
 from layerferry.trainer.timeline import StepRecorder
 from layerferry.trainer.watchdog import Watchdog
 
@@ -110,6 +110,8 @@ def _train(config: Config, trackers: list[str]) -> None:
         stack.callback(engine.close)
         if start is not None:
             start.restore(engine)
+            if (told := other_rounding(start.state.rounding, rounding_of(engine.plan))) is not None:
+                logger.warning("%s", told)
         if config.train.detect_anomaly:
             engine.tape_type = WatchfulTape
         question = problem(Model.of(engine.skeleton), engine.store.specs, machine, config, row_tokens)

@@ -13,6 +13,7 @@ from layerferry.config import Config, DataConfig, ModelConfig, TrainConfig
 from layerferry.data import DataSets, Report, Sampler, SampleSet
 from layerferry.data.samples import Row
 from layerferry.engine.engine import EvalReport, StepReport
+from layerferry.plan import Plan
 from layerferry.trainer.cadence import Cadence
 from layerferry.trainer.checkpoints import Checkpoints
 from layerferry.trainer.history import History
@@ -35,8 +36,8 @@ class FakeEngine:
     saves_fail: bool = False
 
     @property
-    def plan(self) -> SimpleNamespace:
-        return SimpleNamespace(micro_batch_rows=self.rows)
+    def plan(self) -> Plan:
+        return Plan(micro_batch_rows=self.rows)
 
     num_steps = 0
     folder = SimpleNamespace(tensors_read=0)

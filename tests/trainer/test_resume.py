@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,27 @@ def test_other_rows_are_refused_and_other_settings_told(
         train(make_config(other, output, max_steps=3))
     assert begins(max_steps=4) == 2
     assert "changed since the checkpoint: total_steps: 3 -> 4" in caplog.text
+
+
+def test_a_plan_that_rounds_otherwise_is_told_with_its_pins(base: Path, output: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What the line calls other has other bits, and what it is silent about has the same."""
+
+    def resumed(name: str, **pins: Any) -> tuple[bytes, str]:
+        caplog.clear()
+        config = make_config(base, output.parent / name, max_steps=3, resume_from_checkpoint=str(output / "checkpoint-2"))
+        train(replace(config, engine=replace(config.engine, **pins)))
+        told = [record.getMessage() for record in caplog.records if "is not that of the checkpoint" in record.getMessage()]
+        return (output.parent / name / "model.safetensors").read_bytes(), "\n".join(told)
+
+    whole = (base / "done" / "model.safetensors").read_bytes()
+    assert resumed("other-slots", num_slots=4) == (whole, "")
+    found, told = resumed("other-rows", micro_batch_rows=2, end_parts=2)
+    assert found != whole and told == (
+        "the plan is not that of the checkpoint: micro_batch_rows: 1 -> 2, end_parts: 1 -> 2: from here on sums are rounded in "
+        "another order, which is not wrong, but not bit for bit the run that was left; to keep its bits set "
+        "micro_batch_rows: 1, end_parts: 1"
+    )
+    assert resumed("pinned", micro_batch_rows=1, end_parts=1) == (whole, "")
 
 
 def test_a_resumed_run_in_another_folder(base: Path, output: Path, tmp_path: Path) -> None:
