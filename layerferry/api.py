@@ -175,17 +175,18 @@ def _fill(store: Store, skeleton: Skeleton, source: Any, *, seed: int) -> None:
 
     unit_bytes = max(store.plane(unit, WEIGHT).buffer.numel() for unit in store.units)
     with ExitStack() as at_hand:
-        filled: list[Unit] = []
+        current: Unit | None = None
 
         def put(name: str, value: torch.Tensor) -> None:
+            nonlocal current
             if name in buffers:
                 skeleton.set_buffer(name, value)
                 return
             unit, entry = homes[name]
-            if filled[-1:] != [unit]:  # names come unit by unit
+            if unit is not current:  # names come unit by unit
                 at_hand.close()
                 at_hand.enter_context(store.at_hand(unit))
-                filled.append(unit)
+                current = unit
             store.set_parameter(unit, entry, value)
 
         fill(put, source, [*homes, *skeleton.buffer_names], read_ahead_bytes=min(unit_bytes, DEFAULT_READ_AHEAD_BYTES))

@@ -95,6 +95,18 @@ def test_paths_exist(page: Path) -> None:
             assert (ROOT / path).exists() or (PACKAGE / path).exists(), f"{name_of(page)}: {path}"
 
 
+def test_modules_name_tests_that_exist() -> None:
+    """``Checked by tests/...`` in a docstring."""
+    named = {
+        (file, path)
+        for folder in (PACKAGE, ROOT / "tests", ROOT / "benchmarks", ROOT / "tools", ROOT / "native")
+        for file in (*folder.rglob("*.py"), *folder.glob("*.cpp"), *folder.glob("*.h"))
+        for path in re.findall(r"\btests/[\w/]+\.py\b", file.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 50
+    assert not [f"{file.name}: {path}" for file, path in named if not (ROOT / path).exists()]
+
+
 @cache
 def classes() -> dict[str, set[str]]:
     """Every class of the package with the names of its methods, fields and ``self`` attributes, inherited ones included."""

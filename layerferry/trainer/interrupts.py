@@ -45,8 +45,9 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            ignored = [number for number in (signal.SIGHUP,) if signal.getsignal(number) == signal.SIG_IGN]  # nohup
-            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS if number not in ignored}
+            nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            heeded = [number for number in SIGNALS if number != signal.SIGHUP or not nohup]
+            self._before = {number: signal.signal(number, self._handle) for number in heeded}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
