@@ -3,7 +3,8 @@
 ``.layerferry.lock`` is held with ``flock`` while the run lives; the pid, host and time in it are for the message, never for
 the decision, so a crash leaves nothing to clean up. Where the file system has no locks (some network mounts), pid and host
 decide: an owner on this host that no longer runs is gone. The file is written in place, so it must be a plain file with one
-name: a link would have its target emptied. Checked by ``tests/checkpoint/test_lock.py``.
+name: a link would have its target emptied. A folder that is moved takes its lock along, and writing by path would then fill
+another run's: so whoever writes asks ``check`` first. Checked by ``tests/checkpoint/test_lock.py``.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ MOST_TRIES = 1000
 NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 
 
+class FolderMoved(OSError):
+    """The path no longer leads to the folder that this run has locked."""
+
+
 class FolderLock:
     """Held from construction until it is closed. Makes a missing folder, and takes it away again when it stays empty.
 
@@ -39,6 +44,7 @@ class FolderLock:
         try:
             self._made = [path for path in (folder, *folder.parents) if not path.exists()]
             self._descriptor = self._take()
+            self._place = folder.stat()
         except (OSError, ConfigError) as error:
             self._take_away()
             if isinstance(error, ConfigError):
@@ -94,6 +100,19 @@ class FolderLock:
             kind = "a link to nothing" if there.is_symlink() else "no folder"
             return f"{self._folder} cannot be written: {there} is {kind}: name another"
         return f"{self._folder} cannot be written: {reason_of(error)}"
+
+    def check(self) -> None:
+        """``OSError`` where the path does not lead to the locked folder: gone, or (``FolderMoved``) another one. A lock's file
+        that somebody removed is not missed while the folder is the same."""
+        try:
+            is_ours = os.path.samestat(os.fstat(self._descriptor), self._path.lstat())
+        except FileNotFoundError:
+            is_ours = os.path.samestat(self._place, self._folder.stat())
+        if not is_ours:
+            raise FolderMoved(
+                f"{self._folder} is no longer the folder that this run has locked: it was moved or replaced, or its disk is not "
+                "mounted; put it back and the next save goes into it"
+            )
 
     def close(self) -> None:
         """Let the folder go; where it was moved away and another run has begun in its place, that one's lock stays."""

@@ -32,7 +32,7 @@ from layerferry.checkpoint.checksum import sums_of
 from layerferry.checkpoint.contents import Contents, Piece, element_names
 from layerferry.checkpoint.copies import Room
 from layerferry.checkpoint.files import Files, reason_of, write_file
-from layerferry.checkpoint.folders import PARTIAL, REPLACED, Latest, Line, name_of, remove_old, write_latest
+from layerferry.checkpoint.folders import LATEST, PARTIAL, REPLACED, Latest, Line, name_of, remove_old, write_latest
 from layerferry.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 from layerferry.checkpoint.writer import Writing, disk_threads
 from layerferry.engine.deferred import Hold
@@ -81,15 +81,16 @@ class Saver:
         model_only: bool = False,
         files: Files | None = None,
         spare_bytes: Callable[[], int] = lambda: 0,
+        check_folder: Callable[[], None] = lambda: None,
     ) -> None:
         """``line``: the runs that ``run`` goes on from (``folders``). ``spare_bytes``: host memory that copies may take, asked
-        when a checkpoint begins."""
+        when a checkpoint begins. ``check_folder`` raises ``OSError`` where ``output_dir`` is no longer this run's (``lock``)."""
         self._engine, self._output_dir, self._keep = engine, output_dir, keep
         self._run, self._line = run, line
         self._model_only = model_only
         self._files = files or Files()
         self._contents = Contents(engine, model_only=model_only)
-        self._spare_bytes = spare_bytes
+        self._spare_bytes, self._check_folder = spare_bytes, check_folder
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._disk_threads = disk_threads()
         self._lock = threading.Lock()
@@ -135,6 +136,7 @@ class Saver:
         assert self._pending is None, "the outcome of the checkpoint before must be taken first"
         folder = self._output_dir / name_of(step)
         try:
+            self._check_folder()
             self.check_space(more_bytes=sum(map(len, small_files.values())))
         except (CheckpointError, OSError) as error:
             self._pending = Future()
@@ -187,6 +189,7 @@ class Saver:
                     _let_go(hold, self._engine.backend.record(Lane.HOST))
         except (OSError, CheckpointError) as error:
             with suppress(OSError):
+                self._check_folder()  # else it is the half of another run
                 self._files.remove(partial)
             return _failed(folder, begin, error)
         note = self._tidy(folder)
@@ -203,12 +206,13 @@ class Saver:
     def _tidy(self, folder: Path) -> str | None:
         """What follows a checkpoint that is whole: ``latest`` moves, old ones go. A fault here costs nothing but room."""
         try:
+            self._check_folder()
             latest = Latest(run=self._run, line=self._line, checkpoint=folder.name)
             write_latest(self._files, self._output_dir, latest)
             for path in remove_old(self._files, self._output_dir, latest, keep=self._keep):
                 logger.info("removed %s: save_total_limit", path)
         except OSError as error:
-            return f"earlier checkpoints could not be removed: {reason_of(error)}"
+            return f"{LATEST} could not be moved, or earlier checkpoints not be removed: {reason_of(error)}"
         return None
 
     def _fill(self, partial: Path, step: int, small_files: dict[str, bytes], holds: dict[int, Hold], room: Room) -> int:
@@ -308,6 +312,7 @@ class Saver:
             self.bytes_written += num_bytes
 
     def _put_in_place(self, partial: Path, folder: Path) -> None:
+        self._check_folder()
         if os.path.lexists(folder):  # of an earlier run, or of the run before it was taken up at an older checkpoint
             hidden = self._output_dir / f"{REPLACED}{folder.name}"
             self._files.remove(hidden)

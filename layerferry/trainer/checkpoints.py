@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from layerferry.checkpoint.files import reason_of
 from layerferry.checkpoint.folders import name_of, newest_resumable, on_line, read_latest
+from layerferry.checkpoint.lock import FolderMoved
 from layerferry.checkpoint.save import Saved, Saver
 from layerferry.engine.engine import Engine
 from layerferry.engine.pretrained import save_tokenizer
@@ -36,16 +38,21 @@ class ModelSaver(Protocol):
     def save_pretrained(self, folder: Path) -> None: ...
 
 
-def save_model(folder: Path, engine: ModelSaver) -> None:
-    """Write the trained model into the output folder."""
+def _nothing() -> None: ...
+
+
+def save_model(folder: Path, engine: ModelSaver, check_folder: Callable[[], None] = _nothing) -> None:
+    """Write the trained model into the output folder, where ``check_folder`` finds it to be this run's still."""
     engine.settle()
     try:
+        check_folder()
         with whole_files(folder) as filled:
             engine.save_pretrained(filled)
     except (OSError, CheckpointError) as error:
         reason = reason_of(error) if isinstance(error, OSError) else error
         reason = str(reason).rstrip(".")
-        raise LayerFerryError(f"the trained model could not be saved into {folder}: {reason}; {how_to_go_on(folder)}") from error
+        remedy = how_to_go_on(folder, check_folder)
+        raise LayerFerryError(f"the trained model could not be saved into {folder}: {reason}; {remedy}") from error
 
 
 def save_tokenizer_beside(folder: Path, tokenizer: Any) -> None:
@@ -56,8 +63,14 @@ def save_tokenizer_beside(folder: Path, tokenizer: Any) -> None:
             save_tokenizer(tokenizer, filled)
 
 
-def how_to_go_on(folder: Path) -> str:
+def how_to_go_on(folder: Path, check_folder: Callable[[], None] = _nothing) -> str:
     """What the newest checkpoint that can be resumed is good for."""
+    try:
+        check_folder()
+    except FolderMoved:
+        return f"with output_dir naming where it is now, the same command goes on from the newest checkpoint in it {WITHOUT}"
+    except OSError:
+        pass  # what is there still, if anything, is looked at
     if not folder.is_dir():
         return "when it is back, the same command goes on from the newest checkpoint in it " + WITHOUT
     newest = newest_resumable(on_line(folder, read_latest(folder)))

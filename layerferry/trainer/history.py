@@ -37,11 +37,19 @@ Entry = dict[str, float]
 class History:
     """The record of one run. Written by the training loop only."""
 
-    def __init__(self, config: TrainConfig, cadence: Cadence, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        cadence: Cadence,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        check_folder: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``check_folder`` raises ``OSError`` where ``output_dir`` is no longer this run's."""
         self._config = config
         self._cadence = cadence
         self._folder = Path(config.output_dir)
-        self._clock = clock
+        self._clock, self._check_folder = clock, check_folder
         self._start_s = clock()
         self._first_done: tuple[int, float] | None = None
         """Number of this process's first step, and when it was done."""
@@ -87,6 +95,7 @@ class History:
         if not self._log_is_written:
             mode, lines = "w", self.log_lines
         try:
+            self._check_folder()
             if mode == "w":
                 replace_file(Files(), self._folder / LOG_NAME, "".join(lines).encode("utf-8"))
             else:
@@ -126,6 +135,7 @@ class History:
 
     def write_state(self, folder: Path) -> None:
         """Write trainer_state.json into the output folder."""
+        self._check_folder()
         write_json(folder / STATE_NAME, self._state())
 
     def state_bytes(self) -> bytes:
@@ -159,6 +169,7 @@ class History:
 
     def write_results(self, split: str, metrics: Mapping[str, float]) -> None:
         """Write ``<split>_results.json`` and merge it into all_results.json."""
+        self._check_folder()
         write_json(self._folder / f"{split}_results.json", metrics, sort_keys=True)
         write_json(self._folder / ALL_RESULTS, {**self._earlier_results(), **metrics}, sort_keys=True)
 

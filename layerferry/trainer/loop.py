@@ -74,6 +74,8 @@ class Loop:
     """The lane that this thread waits for now."""
     disk: DiskWatch | None = None
     """None: nothing is @disk."""
+    check_folder: Callable[[], None] = lambda: None
+    """Raises ``OSError`` where the output folder is no longer this run's."""
     retreat: Callable[[int], None] | None = None
     """Gives the engine a smaller plan after so many steps, or raises; None: out of device memory is the end."""
 
@@ -236,11 +238,11 @@ class Loop:
         step = self.totals.step
         self.checkpoints.save(step, self.state(), self.history)
         self.checkpoints.report(wait=True)
-        name = self.checkpoints.name(step)
+        name, remedy = self.checkpoints.name(step), how_to_go_on(self._folder, self.check_folder)
         if not self.checkpoints.is_whole(step):
-            return f"stopped after step {step}, and {name} could not be saved: {how_to_go_on(self._folder)}"
+            return f"stopped after step {step}, and {name} could not be saved: {remedy}"
         if self.config.train.save_only_model:
-            return f"stopped after step {step}; {name} holds the model only (save_only_model): {how_to_go_on(self._folder)}"
+            return f"stopped after step {step}; {name} holds the model only (save_only_model): {remedy}"
         return f"stopped after step {step}; {name} is saved: the same command goes on from there {WITHOUT}"
 
     def _view(self, report: StepReport, lr: float, epoch: float) -> View:

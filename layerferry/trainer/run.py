@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -73,11 +74,11 @@ def train(config: Config) -> None:
     trackers = tracker_names(config.train.report_to)
     if not (config.train.do_train or wants_evaluation(config)):
         raise ConfigError("nothing to do: set do_train: true, do_eval: true, or both")
-    with claim(config.train):  # before anything in the folder is looked at
-        _train(config, trackers)
+    with claim(config.train) as lock:  # before anything in the folder is looked at
+        _train(config, trackers, lock.check)
 
 
-def _train(config: Config, trackers: list[str]) -> None:
+def _train(config: Config, trackers: list[str], check_folder: Callable[[], None]) -> None:
     start = find_start(config.train)
     loaded = tokenizer.load(config)
     data = build(config, loaded.tokenizer)
@@ -124,12 +125,12 @@ def _train(config: Config, trackers: list[str]) -> None:
         )
         _say_what_comes(config, data, sampler, total_steps)
         folder = open_folder(config.train, resumes=start is not None)
-        saver = stack.enter_context(closing(saver_of(config, engine, folder, start)))
+        saver = stack.enter_context(closing(saver_of(config, engine, folder, start, check_folder)))
         reporters = open_reporters(trackers, config)
         for reporter in reporters:
             stack.callback(reporter.close)
         state = RunState() if start is None else start.state
-        history = History(config.train, cadence)
+        history = History(config.train, cadence, check_folder=check_folder)
         if config.train.do_train:  # an evaluation adds to the log of the run that has trained here
             history.take_up(state.entries, state.log_lines, tokens_seen=state.tokens_seen, total_flops=state.total_flops)
         if state.schedule:
@@ -147,6 +148,7 @@ def _train(config: Config, trackers: list[str]) -> None:
             totals=replace(state.totals),
             last_eval=state.last_eval,
             skipped_batches=state.skipped_batches,
+            check_folder=check_folder,
             disk=None if engine.store.disk is None else DiskWatch(engine.store.disk, machine),
             # a step that updates on arrival and fails has taken something already
             retreat=None if engine.plan.on_arrival else lambda steps_done: retreat(engine, question, steps_done=steps_done),
@@ -160,7 +162,7 @@ def _train(config: Config, trackers: list[str]) -> None:
         try:
             run(loop, folder)
         except DiskTierError as error:
-            raise DiskTierError(f"{error}; {how_to_go_on(folder)}; disk_folder names another disk") from error
+            raise DiskTierError(f"{error}; {how_to_go_on(folder, check_folder)}; disk_folder names another disk") from error
 
 
 def optimizer_of(config: Config) -> Optimizer:
@@ -184,7 +186,7 @@ def check_start(start: Start, config: Config, data: DataSets, sampler: Sampler, 
         logger.warning("changed since the checkpoint: %s", change)
 
 
-def saver_of(config: Config, engine: Engine, folder: Path, start: Start | None) -> Saver:
+def saver_of(config: Config, engine: Engine, folder: Path, start: Start | None, check_folder: Callable[[], None]) -> Saver:
     """The writer of this run's checkpoints, with the marker that makes the folder this run's; refuses a disk without room for one
     checkpoint and the model."""
     train, latest = config.train, latest_of(start, secrets.token_hex(8), folder)
@@ -196,6 +198,7 @@ def saver_of(config: Config, engine: Engine, folder: Path, start: Start | None) 
         keep=train.save_total_limit,
         model_only=train.save_only_model,
         spare_bytes=lambda: spare_bytes(config, engine.plan),
+        check_folder=check_folder,
     )
     if train.do_train:
         if train.save_strategy == "no":
@@ -280,7 +283,7 @@ def run(loop: Loop, folder: Path) -> None:
             epoch = metrics["epoch"]
             loop.progress.activity("saving the model")
             with Interrupts() as interrupts, loop.waiting("model writer"):  # a first signal does not cost the model
-                save_model(folder, loop.engine)
+                save_model(folder, loop.engine, loop.check_folder)
             if interrupts.received is not None:
                 raise interrupts.error(
                     f"all steps are taken and the model is in {folder}; its tokenizer and records are not written"

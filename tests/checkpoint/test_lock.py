@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from layerferry.checkpoint.lock import LOCK, FolderLock
+from layerferry.checkpoint.lock import LOCK, FolderLock, FolderMoved
 from layerferry.errors import ConfigError
 
 HOLDER = "import sys, pathlib, time; from layerferry.checkpoint.lock import FolderLock\n"
@@ -120,3 +120,23 @@ def test_a_folder_that_was_moved_away_leaves_the_lock_of_its_successor(tmp_path:
         first.close()
         with pytest.raises(ConfigError, match="in use by process"):
             FolderLock(tmp_path / "out")
+
+
+def test_a_folder_is_known_by_its_lock_or_by_itself(tmp_path: Path) -> None:
+    folder, moved = tmp_path / "out", tmp_path / "moved"
+    with FolderLock(folder) as lock:
+        lock.check()
+        folder.rename(moved)
+        with pytest.raises(FileNotFoundError):
+            lock.check()
+        with FolderLock(folder), pytest.raises(FolderMoved, match="was moved or replaced"):
+            lock.check()
+        folder.mkdir(exist_ok=True)  # the other run has ended, and its lock is gone
+        with pytest.raises(FolderMoved, match="put it back and the next save goes into it$"):
+            lock.check()
+        folder.rmdir()
+        moved.rename(folder)
+        (folder / LOCK).unlink()  # by a hand
+        lock.check()
+        with FolderLock(folder), pytest.raises(FolderMoved):
+            lock.check()

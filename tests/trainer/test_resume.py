@@ -14,7 +14,8 @@ import pytest
 
 from layerferry.checkpoint.lock import FolderLock
 from layerferry.config import RESUME_NEVER, RESUME_NEWEST, TrainConfig
-from layerferry.errors import CheckpointError, ConfigError
+from layerferry.engine.engine import Engine, StepReport
+from layerferry.errors import CheckpointError, ConfigError, LayerFerryError
 from layerferry.trainer import run, train
 from layerferry.trainer.resume import Start, find_start
 from tests.checkpoint.test_damage import damage
@@ -232,3 +233,34 @@ def test_no_room_is_found_before_the_first_step(begins: Begins, monkeypatch: pyt
     monkeypatch.setattr("layerferry.engine.engine.Engine.step", lambda *a, **k: pytest.fail("a step was taken"))
     with pytest.raises(CheckpointError, match=r"a checkpoint needs .* are free: .* short. Free space, use another output_dir"):
         begins(overwrite_output_dir=True)
+
+
+def test_a_folder_that_moves_while_a_run_writes(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind its second step, A finds B's results where its own folder was: B's are left as they are, byte for byte."""
+    output, moved, real = tmp_path / "out", tmp_path / "moved", Engine.step
+    theirs: dict[str, bytes] = {}
+
+    def step(engine: Engine, *given: Any, **named: Any) -> StepReport:
+        report = real(engine, *given, **named)
+        if (output / "checkpoint-1").is_dir() and not moved.exists():
+            output.rename(moved)
+            shutil.copytree(base / "done", output)
+            theirs.update(bytes_of(output))
+        return report
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.INFO, "layerferry"):
+        patch.setattr(Engine, "step", step)
+        with pytest.raises(LayerFerryError, match=r"model could not be saved into .*; with output_dir naming where it is now"):
+            train(make_config(base, output, max_steps=4))
+    assert theirs and bytes_of(output) == theirs
+    assert "checkpoint-4 could not be saved: " in caplog.text and "it was moved or replaced, or its disk" in caplog.text
+    with caplog.at_level(logging.INFO, "layerferry"):
+        train(make_config(base, moved, max_steps=4))
+    train(make_config(base, tmp_path / "alone", max_steps=4))
+    assert (moved / "model.safetensors").read_bytes() == (tmp_path / "alone" / "model.safetensors").read_bytes()
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
