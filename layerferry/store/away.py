@@ -11,15 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerferry.errors import LayerFerryError
-
 _LOOKS = frozenset({
     *(Tensor.__getitem__, Tensor.view, Tensor.numel, Tensor.size, Tensor.dim, Tensor.__len__),
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim")),
 })  # fmt: skip
 
 
-class AwayError(LayerFerryError):
+class AwayError(RuntimeError):
     """State @disk was read or written outside ``Store.at_hand``."""
 
 

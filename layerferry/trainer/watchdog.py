@@ -37,25 +37,31 @@ class Watchdog:
     def __init__(self, lanes: Sequence[Lane], patience_s: float, on_stall: Callable[[list[Lane]], None] | None = None) -> None:
         self._lanes, self._patience_s = tuple(lanes), patience_s
         self._on_stall = on_stall or (lambda stalled: end_process(stalled, patience_s))
+        self._moved = {lane.name: (-1, time.monotonic()) for lane in self._lanes}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def _run(self) -> None:
-        moved = {lane.name: (-1, time.monotonic()) for lane in self._lanes}
         while not self._stop.wait(min(self._patience_s / 8, 5.0)):
-            now = time.monotonic()
-            standing: list[tuple[Lane, float]] = []
-            for lane in self._lanes:
-                position, since = moved[lane.name]
-                found = lane.position()
-                if found != position or not lane.is_busy():
-                    moved[lane.name] = (found, now)
-                else:
-                    standing.append((lane, now - since))
-            if any(seconds >= self._patience_s for _, seconds in standing):
-                # whoever is waited for may have moved last: a disk has written what the optimizer gave it before both stood still
-                self._on_stall([lane for lane, seconds in standing if seconds >= self._patience_s / 2])
+            if stalled := self.stalled(time.monotonic()):
+                self._on_stall(stalled)
                 return
+
+    def stalled(self, now: float) -> list[Lane]:
+        """Look at all lanes at the time ``now``, in seconds: those that stand still where one has done so for the whole patience,
+        else none."""
+        standing: list[tuple[Lane, float]] = []
+        for lane in self._lanes:
+            position, since = self._moved[lane.name]
+            found = lane.position()
+            if found != position or not lane.is_busy():
+                self._moved[lane.name] = (found, now)
+            else:
+                standing.append((lane, now - since))
+        if all(seconds < self._patience_s for _, seconds in standing):
+            return []
+        # whoever is waited for may have moved last: a disk has written what the optimizer gave it before both stood still
+        return [lane for lane, seconds in standing if seconds >= self._patience_s / 2]
 
     def __enter__(self) -> Watchdog:
         if self._patience_s > 0:

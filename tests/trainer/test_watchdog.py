@@ -43,15 +43,24 @@ def test_all_that_wait_are_named_in_the_order_of_cause() -> None:
 
 
 def test_the_cause_is_named_first_although_it_has_moved_last() -> None:
-    begin = time.monotonic()
-    cause = Lane("cause", lambda: True, lambda: int(time.monotonic() - begin > 0.05), "")
-    waits = Lane("waits", lambda: True, lambda: 0, "")
-    assert watch([cause, waits], 5, patience_s=0.4) == ["cause", "waits"]
+    position = 0
+    cause, waits = Lane("cause", lambda: True, lambda: position, ""), Lane("waits", lambda: True, lambda: 0, "")
+    dog = Watchdog([cause, waits], 8.0)
+    assert [dog.stalled(now) for now in (100.0, 101.0)] == [[], []]
+    position = 1  # seen at 102, two seconds after the other has stood still
+    assert [dog.stalled(now) for now in (102.0, 107.9)] == [[], []]
+    assert dog.stalled(108.0) == [cause, waits]
+    position = 2
+    assert dog.stalled(109.0) == [waits], "it works"
 
 
 def test_patience_begins_when_a_lane_gets_busy() -> None:
-    begin = time.monotonic()
-    assert watch([Lane("late", lambda: time.monotonic() - begin > 0.3, lambda: 0, "")], 0.4) == []
+    busy = False
+    late = Lane("late", lambda: busy, lambda: 0, "")
+    dog = Watchdog([late], 8.0)
+    assert [dog.stalled(now) for now in (100.0, 150.0)] == [[], []]
+    busy = True
+    assert [dog.stalled(now) for now in (151.0, 157.9, 158.0)] == [[], [], [late]]
 
 
 def test_no_patience_no_thread() -> None:
