@@ -50,6 +50,7 @@ from layerferry.trainer.history import STATE_NAME, History, clock_time
 from layerferry.trainer.interrupts import Interrupts
 from layerferry.trainer.loop import Loop
 from layerferry.trainer.meter import Meter
+from layerferry.trainer.model_changes import CONFIG_NAME, model_changes
 from layerferry.trainer.plots import plot_history
 from layerferry.trainer.progress import progress
 from layerferry.trainer.reporters import open_reporters, tracker_names
@@ -124,6 +125,9 @@ def _train(config: Config, trackers: list[str], check_folder: Callable[[], None]
             100 * engine.num_trained / engine.num_params,
         )
         _say_what_comes(config, data, sampler, total_steps)
+        beside = side_files(engine, loaded.tokenizer)
+        for change in [] if start is None else model_changes(start.folder, beside[CONFIG_NAME]):
+            logger.warning("the model's config has changed since the checkpoint: %s", change)
         folder = open_folder(config.train, resumes=start is not None)
         saver = stack.enter_context(closing(saver_of(config, engine, folder, start, check_folder)))
         reporters = open_reporters(trackers, config)
@@ -152,7 +156,7 @@ def _train(config: Config, trackers: list[str], check_folder: Callable[[], None]
             disk=None if engine.store.disk is None else DiskWatch(engine.store.disk, machine),
             # a step that updates on arrival and fails has taken something already
             retreat=None if engine.plan.on_arrival else lambda steps_done: retreat(engine, question, steps_done=steps_done),
-            checkpoints=Checkpoints(saver, side_files(engine, loaded.tokenizer)),
+            checkpoints=Checkpoints(saver, beside),
             reporters=reporters,
             progress=stack.enter_context(progress(plain=config.train.disable_tqdm)),
             meter=Meter(None if machine.is_cpu else machine.matmul_flops_per_s.value),  # on a CPU the share says little

@@ -151,6 +151,7 @@ def settings_of(config: Config, total_steps: int) -> dict[str, Any]:
         "seed": train.seed,
         "fp32": train.fp32,
         "finetuning_type": train.finetuning_type,
+        "flash_attn": config.model.flash_attn,
     }
 
 
