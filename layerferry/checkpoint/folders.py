@@ -193,16 +193,18 @@ def _comes_before(folder: Path) -> Callable[[Manifest], bool]:
     return before
 
 
-def remove_old(files: Files, output_dir: Path, latest: Latest, *, keep: int | None) -> list[Path]:
-    """Remove the oldest checkpoints on the line beyond ``keep``, but never the newest one that can be resumed; each leaves its
-    name before its bytes go, so none is ever half. A folder with another name than its step's is somebody's own, and stays. One
+def remove_old(files: Files, output_dir: Path, latest: Latest, *, keep: int | None, unproven: int | None = None) -> list[Path]:
+    """Remove the oldest checkpoints on the line beyond ``keep``, but never the newest one that can be resumed, nor, while no
+    finite step has been taken behind that of step ``unproven``, the newest one before it that can be; each leaves its name before its bytes go, so none is ever half. A folder with another name than its step's is somebody's own, and stays. One
     that cannot be removed keeps none of the others: the first such fault is raised at the end."""
     faults = _remove_each(files, output_dir.glob(f"{PARTIAL}re*"))  # replaced ones, and what could not be removed before
     gone = []
     if keep is not None:
         found = on_line(output_dir, latest)
         own = [path for path, manifest in found if manifest is not None and path.name == name_of(manifest.step)]
-        gone = [path for path in own[max(keep, 1) :] if path != newest_resumable(found)]
+        before = [one for one in found if unproven and one[1] is not None and one[1].step < unproven]
+        spared = (newest_resumable(found), newest_resumable(before))
+        gone = [path for path in own[max(keep, 1) :] if path not in spared]
     for path in gone:
         hidden = output_dir / f"{PARTIAL}removed-{path.name}"
         try:

@@ -95,6 +95,9 @@ class Saver:
         self._disk_threads = disk_threads()
         self._lock = threading.Lock()
         self._pending: Future[Saved] | None = None
+        self._unproven: int | None = None
+        """Step of the newest checkpoint, as long as no finite step has followed it."""
+        self._pruning: Future[None] | None = None
         self.bytes_written = 0
         """Bytes of all checkpoints so far: whether the writer moves."""
 
@@ -134,6 +137,7 @@ class Saver:
     def start(self, step: int, small_files: Mapping[str, bytes]) -> None:
         """Begin ``checkpoint-<step>``; waits for the one before. ``small_files`` are written as they are."""
         assert self._pending is None, "the outcome of the checkpoint before must be taken first"
+        self._end_pruning()  # its room is counted on
         folder = self._output_dir / name_of(step)
         try:
             self._check_folder()
@@ -148,16 +152,30 @@ class Saver:
         largest_bytes = max(map(self._copy_bytes, self._contents.pieces))
         room = Room(self._engine.backend, self._spare_bytes(), largest_bytes=largest_bytes, travels=travels)
         self._pending = self._thread.submit(self._save, folder, step, dict(small_files), holds, room, held_before_s)
+        self._unproven = step
+
+    def prove(self, step: int) -> None:
+        """Step ``step`` was finite: what was saved before it is well, and what was kept in case it is not goes behind it."""
+        if self._keep is not None and self._unproven is not None and step > self._unproven:
+            self._unproven = None
+            self._pruning = self._thread.submit(self._prune)  # in its turn: behind the save
 
     def take_outcome(self, *, wait: bool) -> Saved | None:
         """How the checkpoint that was begun last has ended; None where there is none, or it has not ended and ``wait`` is off.
 
         An exception that is no fault of the disk (of the optimizer's thread, or ours) is raised.
         """
+        if wait:
+            self._end_pruning()
         if self._pending is None or not (wait or self._pending.done()):
             return None
         pending, self._pending = self._pending, None
         return pending.result()
+
+    def _end_pruning(self) -> None:
+        pruning, self._pruning = self._pruning, None
+        if pruning is not None:
+            pruning.result()
 
     def close(self) -> None:
         """Finish what is being written, and end the threads."""
@@ -192,7 +210,7 @@ class Saver:
                 self._check_folder()  # else it is the half of another run
                 self._files.remove(partial)
             return _failed(folder, begin, error)
-        note = self._tidy(folder)
+        note = self._tidy(folder, step)
         return Saved(
             folder=folder,
             num_bytes=num_bytes,
@@ -203,17 +221,27 @@ class Saver:
             note=note,
         )
 
-    def _tidy(self, folder: Path) -> str | None:
+    def _tidy(self, folder: Path, step: int) -> str | None:
         """What follows a checkpoint that is whole: ``latest`` moves, old ones go. A fault here costs nothing but room."""
         try:
             self._check_folder()
             latest = Latest(run=self._run, line=self._line, checkpoint=folder.name)
             write_latest(self._files, self._output_dir, latest)
-            for path in remove_old(self._files, self._output_dir, latest, keep=self._keep):
-                logger.info("removed %s: save_total_limit", path)
+            self._remove_old(latest, unproven=step)
         except OSError as error:
             return f"{LATEST} could not be moved, or earlier checkpoints not be removed: {reason_of(error)}"
         return None
+
+    def _prune(self) -> None:
+        """What only an unproven checkpoint has kept goes."""
+        try:
+            self._remove_old(Latest(run=self._run, line=self._line, checkpoint=None), unproven=None)
+        except OSError as error:
+            logger.warning("%s: earlier checkpoints could not be removed: %s", self._output_dir, reason_of(error))
+
+    def _remove_old(self, latest: Latest, *, unproven: int | None) -> None:
+        for path in remove_old(self._files, self._output_dir, latest, keep=self._keep, unproven=unproven):
+            logger.info("removed %s: save_total_limit", path)
 
     def _fill(self, partial: Path, step: int, small_files: dict[str, bytes], holds: dict[int, Hold], room: Room) -> int:
         self._files.remove(partial)

@@ -80,7 +80,7 @@ def how_to_go_on(folder: Path, check_folder: Callable[[], None] = _nothing) -> s
 
 
 def behind_a_spoilt_step(folder: Path, step: int) -> str:
-    """From where to go on when the step after ``step`` was taken and not finite.
+    """From where to go on when the step after ``step`` was not finite, and was taken or one of too many that were skipped.
 
     A checkpoint is proven by the step behind it: those before ``step`` have seen a finite loss, that of ``step`` has not, for its
     weights may be what made it.
@@ -110,6 +110,10 @@ class Checkpoints:
         small = {**self._side_files, STATE_NAME: history.state_bytes(), **state.files()}
         self._last = (step, False)
         self._saver.start(step, small)
+
+    def prove(self, step: int) -> None:
+        """Step ``step`` was finite."""
+        self._saver.prove(step)
 
     def report(self, *, wait: bool) -> Saved | None:
         """Say how the newest save has ended, where it has. A fault of the disk is an error in the log, and training goes on."""

@@ -33,6 +33,10 @@ WARM_STEPS = 30
 MOST_IDS_SHOWN = 16
 
 
+class TooManySkips(LayerFerryError):
+    """So many steps in a row were not finite that the weights may be spoilt."""
+
+
 class SkipGuard:
     """Counts skipped steps in ``totals``. Written by the loop only."""
 
@@ -62,7 +66,7 @@ class SkipGuard:
             where = f"their rows are in {self._folder / SKIPPED}"
         except OSError as error:
             where = f"their rows could not be written ({error.strerror}); those of the last: {shown(batch.sample_ids)}"
-        raise LayerFerryError(
+        raise (TooManySkips if report.num_targets else LayerFerryError)(
             f"{len(self.batches)} steps in a row after step {totals.step} were not finite ({reason}); {where}. "
             "A lower learning_rate or more warm-up may help; detect_anomaly: true names the layer"
         )

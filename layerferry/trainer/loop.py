@@ -31,7 +31,7 @@ from layerferry.trainer.cadence import Cadence
 from layerferry.trainer.checkpoints import WITHOUT, Checkpoints, behind_a_spoilt_step, how_to_go_on
 from layerferry.trainer.disk import DiskWatch
 from layerferry.trainer.evaluation import evaluate
-from layerferry.trainer.guards import SkipGuard, SpikeGuard, named_rows
+from layerferry.trainer.guards import SkipGuard, SpikeGuard, TooManySkips, named_rows
 from layerferry.trainer.history import Entry, History
 from layerferry.trainer.interrupts import Interrupts
 from layerferry.trainer.meter import Meter, Work, model_flops
@@ -104,7 +104,7 @@ class Loop:
                     assert self.retreat is not None
                     self.retreat(self.steps_taken)
                 return self._finish(self.sampler.epochs_done(self.cursor))
-            except SpoiltStep as error:
+            except (SpoiltStep, TooManySkips) as error:
                 self.checkpoints.report(wait=True)
                 raise LayerFerryError(f"{error}. {behind_a_spoilt_step(self._folder, self.totals.step)}") from error
             finally:
@@ -157,6 +157,7 @@ class Loop:
         self._spikes.look(batch, report, self.totals.step + 1)
         totals = self.totals
         totals.step += 1
+        self.checkpoints.prove(totals.step)
         self.history.step_done(totals.step)
         totals.samples += len(batch.sample_ids)
         totals.loss += report.loss

@@ -180,6 +180,18 @@ def test_the_newest_that_can_be_resumed_is_never_removed(tmp_path: Path) -> None
     assert names(remove_old(Files(), tmp_path, latest, keep=1)) == ["checkpoint-4", "checkpoint-2"]
 
 
+def test_the_newest_proven_one_stays_beside_one_that_is_not(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        make(tmp_path, step)
+    latest = Latest(run=OWN, checkpoint="checkpoint-3")
+    assert names(remove_old(Files(), tmp_path, latest, keep=1, unproven=3)) == ["checkpoint-1"]
+    make(tmp_path, 4, resumable=False)
+    assert names(remove_old(Files(), tmp_path, latest, keep=2, unproven=4)) == ["checkpoint-2"], "3 can be resumed, and is proven"
+    make(tmp_path, 5)
+    assert names(remove_old(Files(), tmp_path, latest, keep=1, unproven=5)) == ["checkpoint-4"]
+    assert names(remove_old(Files(), tmp_path, latest, keep=1)) == ["checkpoint-3"], "5 is proven"
+
+
 def test_a_folder_that_somebody_has_renamed(tmp_path: Path) -> None:
     """Its step is what its manifest says; what it was renamed for is its owner's affair, so it stays."""
     make(tmp_path, 12).rename(tmp_path / "checkpoint-99")

@@ -103,6 +103,8 @@ class FakeSaver:
                 (target / name).write_bytes(content)
         self.outcome = Saved(folder=target, num_bytes=10**9, seconds=1.0, held_s=0.2, fault=self.faults.get(step))
 
+    def prove(self, step: int) -> None: ...
+
     def take_outcome(self, *, wait: bool) -> Saved | None:
         outcome, self.outcome = self.outcome, None
         return outcome

@@ -118,9 +118,29 @@ def test_a_branch_that_was_left_behind(begins: Begins, output: Path, base: Path,
     assert begins(resume_from_checkpoint=str(output / "checkpoint-1"), max_steps=2, save_total_limit=1) == 1
     said = "checkpoint-3, checkpoint-2: not on the line of checkpoint-1, which this run goes on from: left alone"
     assert said in caplog.text and "save_total_limit" in caplog.text
-    assert sorted(path.name for path in output.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
+    assert sorted(path.name for path in output.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
     assert begins(max_steps=3, save_total_limit=1) == 2
-    assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-3"]
+    assert sorted(path.name for path in output.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"], "3 is not proven yet"
+
+
+@pytest.mark.parametrize("arrival", [False, True])
+def test_behind_weights_that_a_finite_step_has_spoilt(base: Path, output: Path, *, arrival: bool) -> None:
+    """Step 3 spoils the weights and is saved; nothing behind it is finite. The one before is still there, and goes on as ever."""
+
+    def begin(learning_rate: float, resume: str | None = None) -> None:
+        config = make_config(
+            base, output, max_steps=6, save_total_limit=1, max_skipped_steps=1, num_train_epochs=2, resume_from_checkpoint=resume
+        )
+        optim = replace(config.optim, learning_rate=learning_rate, lr_scheduler_type="constant", max_grad_norm=0.0)
+        train(replace(config, optim=optim, engine=replace(config.engine, update_on_arrival=arrival)))
+
+    for _ in range(2):  # the same command fails in the same way, and takes nothing away
+        with pytest.raises(LayerFerryError, match=r"not finite.*checkpoint-3 may be spoilt too; go on .*/checkpoint-2$"):
+            begin(1e30)
+        assert sorted(path.name for path in output.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
+    begin(1e-3, resume=str(output / "checkpoint-2"))
+    assert (output / "model.safetensors").exists()
+    assert sorted(path.name for path in output.glob("checkpoint-*")) == ["checkpoint-5", "checkpoint-6"]
 
 
 def test_fewer_steps_than_are_done(begins: Begins, caplog: pytest.LogCaptureFixture) -> None:
