@@ -195,8 +195,9 @@ def _comes_before(folder: Path) -> Callable[[Manifest], bool]:
 
 def remove_old(files: Files, output_dir: Path, latest: Latest, *, keep: int | None, unproven: int | None = None) -> list[Path]:
     """Remove the oldest checkpoints on the line beyond ``keep``, but never the newest one that can be resumed, nor, while no
-    finite step has been taken behind that of step ``unproven``, the newest one before it that can be; each leaves its name before its bytes go, so none is ever half. A folder with another name than its step's is somebody's own, and stays. One
-    that cannot be removed keeps none of the others: the first such fault is raised at the end."""
+    finite step has been taken behind that of step ``unproven``, the newest one before it that can be. Each leaves its name before
+    its bytes go, so none is ever half. A folder with another name than its step's is somebody's own, and stays. One that cannot
+    be removed keeps none of the others: the first such fault is raised at the end."""
     faults = _remove_each(files, output_dir.glob(f"{PARTIAL}re*"))  # replaced ones, and what could not be removed before
     gone = []
     if keep is not None:
