@@ -55,10 +55,11 @@ def earlier(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def attempt(engine: Engine, folder: Path, files: Files) -> str | None:
-    """``NEXT`` saves its checkpoint-2 with ``keep=1``; "killed", the fault that was reported, or None."""
+    """``NEXT`` saves its checkpoint-2 with ``keep=1``, and step 3 proves it; "killed", the fault that was reported, or None."""
     saver = Saver(engine, folder, run=NEXT, line=LINE, keep=1, files=files)
     try:
         saver.start(2, SMALL)
+        saver.prove(3)
         outcome = saver.take_outcome(wait=True)
         assert outcome is not None
         return outcome.fault or outcome.note
