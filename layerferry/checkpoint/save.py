@@ -235,6 +235,7 @@ class Saver:
     def _prune(self) -> None:
         """What only an unproven checkpoint has kept goes."""
         try:
+            self._check_folder()
             self._remove_old(Latest(run=self._run, line=self._line, checkpoint=None), unproven=None)
         except OSError as error:
             logger.warning("%s: earlier checkpoints could not be removed: %s", self._output_dir, reason_of(error))
