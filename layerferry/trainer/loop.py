@@ -37,7 +37,7 @@ from layerferry.trainer.interrupts import Interrupts
 from layerferry.trainer.meter import Meter, Work, model_flops
 from layerferry.trainer.progress import Progress, View, counter, host_resident_bytes
 from layerferry.trainer.reporters import Reporter
-from layerferry.trainer.state import RunState, Totals, data_facts, rounding_of, settings_of
+from layerferry.trainer.state import RunState, Totals, data_facts, eval_facts, rounding_of, settings_of
 from layerferry.trainer.timeline import StepRecorder
 from layerferry.trainer.watchdog import Lane
 
@@ -188,6 +188,7 @@ class Loop:
             entries=list(self.history.entries),
             log_lines=list(self.history.log_lines),
             last_eval=self.last_eval,
+            eval_facts=eval_facts(self.config, self.data.eval),
             skipped_batches=list(self._skips.batches),
             data=data_facts(self.sampler, self.data.train),
             settings=settings_of(self.config, self.cadence.total_steps),

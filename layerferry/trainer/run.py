@@ -56,7 +56,16 @@ from layerferry.trainer.progress import progress
 from layerferry.trainer.reporters import open_reporters, tracker_names
 from layerferry.trainer.resume import Start, find_start, latest_of, say_what_is_left_behind
 from layerferry.trainer.retreat import retreat
-from layerferry.trainer.state import RunState, changes, check_data, data_facts, other_rounding, rounding_of, settings_of
+from layerferry.trainer.state import (
+    RunState,
+    changes,
+    check_data,
+    data_facts,
+    eval_facts,
+    other_rounding,
+    rounding_of,
+    settings_of,
+)
 from layerferry.trainer.timeline import StepRecorder
 from layerferry.trainer.watchdog import Watchdog
 
@@ -126,7 +135,8 @@ def _train(config: Config, trackers: list[str], check_folder: Callable[[], None]
         )
         _say_what_comes(config, data, sampler, total_steps)
         beside = side_files(engine, loaded.tokenizer)
-        for change in [] if start is None else model_changes(start.folder, beside[CONFIG_NAME]):
+        other_model = [] if start is None else model_changes(start.folder, beside[CONFIG_NAME])
+        for change in other_model:
             logger.warning("the model's config has changed since the checkpoint: %s", change)
         folder = open_folder(config.train, resumes=start is not None)
         saver = stack.enter_context(closing(saver_of(config, engine, folder, start, check_folder)))
@@ -150,7 +160,7 @@ def _train(config: Config, trackers: list[str], check_folder: Callable[[], None]
             history=history,
             cursor=state.cursor,
             totals=replace(state.totals),
-            last_eval=state.last_eval,
+            last_eval=None if other_model else state.evaluation_that_holds(eval_facts(config, data.eval)),
             skipped_batches=state.skipped_batches,
             check_folder=check_folder,
             disk=None if engine.store.disk is None else DiskWatch(engine.store.disk, machine),

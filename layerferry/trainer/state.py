@@ -55,6 +55,8 @@ class RunState:
     log_lines: list[str] = field(default_factory=list)
     """Lines of trainer_log.jsonl."""
     last_eval: tuple[int, dict[str, float]] | None = None
+    eval_facts: Mapping[str, Any] = field(default_factory=dict)
+    """Of the evaluation sets that ``last_eval`` has measured, or would."""
     skipped_batches: list[dict[str, Any]] = field(default_factory=list)
     """Of the newest steps, as far as they were skipped (``guards``)."""
     data: Mapping[str, Any] = field(default_factory=dict)
@@ -73,6 +75,7 @@ class RunState:
             "schedule": dict(self.schedule),
             "entries": self.entries,
             "last_eval": self.last_eval,
+            "eval_facts": dict(self.eval_facts),
             "skipped_batches": self.skipped_batches,
             "data": dict(self.data),
             "settings": dict(self.settings),
@@ -80,6 +83,10 @@ class RunState:
         }
         text = json.dumps(_packed(body), indent=1, allow_nan=False) + "\n"
         return {RUN_STATE: text.encode("utf-8"), LOG_NAME: "".join(self.log_lines).encode("utf-8")}
+
+    def evaluation_that_holds(self, facts: Mapping[str, Any]) -> tuple[int, dict[str, float]] | None:
+        """``last_eval``, unless another would be found now (None: at this step it is measured again)."""
+        return self.last_eval if self.eval_facts == facts else None
 
     @classmethod
     def read(cls, folder: Path) -> RunState:
@@ -100,6 +107,7 @@ class RunState:
                 log_lines=read_small(folder / LOG_NAME, MOST_BYTES).decode("utf-8").splitlines(keepends=True),
                 skipped_batches=[dict(batch) for batch in body["skipped_batches"]],
                 last_eval=None if last is None else (int(last[0]), _metrics(last[1])),
+                eval_facts=dict(body.get("eval_facts", {})),  # an older checkpoint has none: then it is measured again
                 data=dict(body["data"]),
                 settings=dict(body["settings"]),
                 rounding=dict(body.get("rounding", {})),
@@ -118,6 +126,15 @@ def data_facts(sampler: Sampler, samples: SampleSet) -> dict[str, Any]:
         "seed": sampler.seed,
         "shuffle": sampler.shuffle,
         "usable": sampler.usable,
+    }
+
+
+def eval_facts(config: Config, sets: Mapping[str, SampleSet]) -> dict[str, Any]:
+    """By what it is noticed that an evaluation would no longer give the number it gave, though the weights are the same."""
+    return {
+        "sets": {name: samples.fingerprint for name, samples in sets.items()},
+        "fp32": config.train.fp32,
+        "flash_attn": config.model.flash_attn,
     }
 
 

@@ -284,3 +284,22 @@ def test_a_folder_that_moves_while_a_run_writes(
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_other_evaluation_sets_are_measured_again(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No step is left: the number is that of the sets that are named now, as an evaluation of the model alone finds it."""
+    output = tmp_path / "out"
+    one, other = make_rows(tmp_path / "one.jsonl", 2), make_rows(tmp_path / "other.jsonl", 5)
+
+    def loss(evals: Path, output: Path = output, **changes: Any) -> float:
+        data = {"eval_dataset": (str(evals),)}
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "layerferry"):
+            train(make_config(base, output, data=data, **{"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, **changes}))
+        return float(json.loads((output / "eval_results.json").read_text())["eval_loss"])
+
+    expected = loss(other, tmp_path / "other")
+    first = loss(one)
+    assert first != expected
+    assert loss(one) == first and "step 2/2: eval_loss" not in caplog.text
+    assert loss(other) == expected and "step 2/2: eval_loss" in caplog.text

@@ -43,6 +43,7 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, entries: list[dict
         entries=entries,
         log_lines=['{"a": 1}\n', "{}\n"],
         last_eval=(4, {"eval_loss": loss}),
+        eval_facts={"sets": {"eval": 7}, "fp32": False, "flash_attn": "auto"},
         skipped_batches=[{"after_step": step, "epoch": 0.5, "reason": "loss nan", "rows": [1, 2]}],
         data=FACTS,
         settings={"seed": 1},
