@@ -144,7 +144,8 @@ class Records:
         try:
             yield
         except OSError as error:
-            self.missing.append(name)
+            if name not in self.missing:  # what an evaluation adds to is written twice
+                self.missing.append(name)
             logger.error("%s cannot be written: %s", self._folder / name, reason_of(error))
 
     def close(self, what_is_there: str) -> None:

@@ -26,7 +26,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Interrupts:
     """A context manager; outside the main thread, where Python delivers no signals, it does nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, doing: str = "finishing the step and saving") -> None:
+        """``doing``: what a first signal does not stop, for the person who waits."""
+        self._doing = doing
         self.received: int | None = None
         """The first signal that came."""
         self._before: dict[int, Any] = {}
@@ -36,7 +38,7 @@ class Interrupts:
         for one in self._before:
             signal.signal(one, signal.SIG_DFL)
         with suppress(RuntimeError):  # it may have come in the middle of a write to the same stream
-            logger.warning("%s: finishing the step and saving; once more ends at once, unsaved", signal.Signals(number).name)
+            logger.warning("%s: %s; once more ends at once, unsaved", signal.Signals(number).name, self._doing)
 
     def error(self, how_to_go_on: str) -> Interrupted:
         """The exception that ends the run."""

@@ -290,7 +290,7 @@ def wants_evaluation(config: Config) -> bool:
 def run(loop: Loop, folder: Path) -> None:
     """Train, save, evaluate, and leave LLaMA-Factory's files in ``folder``."""
     config, history, records = loop.config, loop.history, Records(folder)
-    epoch = 0.0
+    epoch, interrupts = 0.0, None
     with Watchdog(loop.lanes(), 60 * config.train.watchdog_minutes):
         if config.train.do_train:
             metrics = loop.run()
@@ -306,24 +306,36 @@ def run(loop: Loop, folder: Path) -> None:
                 save_tokenizer_beside(folder, loop.tokenizer)
             with records.writing("train_results.json"):
                 history.write_results("train", metrics)
+            write_records(loop, folder, records)  # an evaluation may be long, and is no reason to lose them
         if wants_evaluation(config):
-            metrics = loop.evaluate(epoch)
-            if config.train.stage == "pt" and "eval_loss" in metrics:
-                metrics["perplexity"] = _perplexity(metrics["eval_loss"])
-            with records.writing("eval_results.json"):
-                history.write_results("eval", metrics)
+            with Interrupts("finishing the evaluation") as interrupts:
+                metrics = loop.evaluate(epoch)
+                if config.train.stage == "pt" and "eval_loss" in metrics:
+                    metrics["perplexity"] = _perplexity(metrics["eval_loss"])
+                with records.writing("eval_results.json"):
+                    history.write_results("eval", metrics)
+                if config.train.do_train:
+                    write_records(loop, folder, records)
     if config.train.do_train:
-        with records.writing(STATE_NAME):
-            history.write_state(folder)
-        with records.writing("README.md"):
-            write_card(folder, config, loop.engine, history, loop.cadence.total_steps)
-        if config.train.plot_loss:
-            with records.writing("the pictures of the loss"):
-                plot_history(history.entries, folder, title=folder.name)
         if loop.disk is not None:
             logger.info("%s", loop.disk.summary())
         logger.info("%s", _what_was_done(loop, folder))
-    records.close(f"the model is in {folder}" if config.train.do_train else "the evaluation is done")
+    what_is_there = f"the model is in {folder}" if config.train.do_train else "the evaluation is done"
+    records.close(what_is_there)
+    if interrupts is not None and interrupts.received is not None:
+        raise interrupts.error(f"the evaluation was finished first: {what_is_there}, and nothing is left to do")
+
+
+def write_records(loop: Loop, folder: Path, records: Records) -> None:
+    """What training leaves beside the model."""
+    config, history = loop.config, loop.history
+    with records.writing(STATE_NAME):
+        history.write_state(folder)
+    with records.writing("README.md"):
+        write_card(folder, config, loop.engine, history, loop.cadence.total_steps)
+    if config.train.plot_loss:
+        with records.writing("the pictures of the loss"):
+            plot_history(history.entries, folder, title=folder.name)
 
 
 def _what_was_done(loop: Loop, folder: Path) -> str:

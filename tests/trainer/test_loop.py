@@ -175,6 +175,32 @@ def test_a_signal_while_the_model_is_saved_does_not_cost_it(tmp_path: Path) -> N
     assert caught.value.exit_code == 143 and (tmp_path / "model.safetensors").read_bytes() == b"weights"
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_signal_in_the_last_evaluation_lets_it_end(tmp_path: Path, number: int, code: int, *, trains: bool) -> None:
+    """What training leaves is there before it begins; what it measures is there before the run ends."""
+    records = ["README.md", "all_results.json", "model.safetensors", "train_results.json", "trainer_state.json"]
+    seen: list[list[str]] = []
+
+    class Signalled(FakeEngine):
+        def evaluate(self, micro_batches: Any, objective: Any = None) -> EvalReport:
+            seen.append([name for name in records if (tmp_path / name).exists()])
+            os.kill(os.getpid(), number)
+            return super().evaluate(micro_batches, objective)
+
+    before = signal.getsignal(number)
+    config = make_config(tmp_path, max_steps=1, save_strategy="no", do_train=trains, do_eval=True)
+    done = f"the model is in {tmp_path}" if trains else "the evaluation is done"
+    with pytest.raises(Interrupted, match=f"the evaluation was finished first: {done}, and nothing is left to do$") as caught:
+        run.run(make_loop(config, Signalled([1.0]), num_eval_rows=2), tmp_path)
+    assert caught.value.exit_code == code and signal.getsignal(number) == before
+    assert seen == [records if trains else []]
+    assert json.loads((tmp_path / "eval_results.json").read_text())["eval_loss"] == 2.0
+    if trains:
+        entries = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+        assert [entry["eval_loss"] for entry in entries if "eval_loss" in entry] == [2.0]
+
+
 @pytest.mark.parametrize("broken", ["train_results.json", "all_results.json", "trainer_state.json", "README.md"])
 def test_a_record_that_cannot_be_written_costs_neither_the_model_nor_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
