@@ -94,6 +94,7 @@ def _folder(config: TrainConfig) -> Path | None:
         return None
     if wish not in (None, RESUME_NEWEST, RESUME_NEVER):
         assert wish is not None
+        _refuse_missing(Path(wish), config)
         return Path(wish)
     if wish == RESUME_NEVER or (wish is None and config.overwrite_output_dir):
         key = "resume_from_checkpoint is false" if wish == RESUME_NEVER else "overwrite_output_dir is true"
@@ -118,6 +119,27 @@ def _folder(config: TrainConfig) -> Path | None:
             "set overwrite_output_dir: true, or another output_dir"
         )
     return None
+
+
+def _refuse_missing(folder: Path, config: TrainConfig) -> None:
+    """A name that leads nowhere is no half checkpoint: it is mistyped, or ``save_total_limit`` has removed what it named."""
+    if folder.exists():
+        return
+    error = CheckpointError(f"resume_from_checkpoint: {folder} is not there")
+    output_dir = Path(config.output_dir)
+    newest = next(iter(candidates(output_dir)), None)
+    if newest is None or not _is_whole(newest):
+        raise with_offer(error, folder)
+    keys = "the key and overwrite_output_dir" if config.overwrite_output_dir else "the key"
+    raise CheckpointError(f"{error}. Without {keys} the run goes on from {newest}, the newest whole one in output_dir")
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        open_checkpoint(folder)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _say_what_is_passed_over(output_dir: Path, key: str) -> None:

@@ -189,10 +189,28 @@ def test_nobody_else_may_write_while_the_start_is_looked_for(
     assert begins() == 2 and seen == [str(output)]
 
 
-@pytest.mark.parametrize("name", ["nowhere", "."])
-def test_no_checkpoint_there(begins: Begins, output: Path, name: str) -> None:
+def test_no_checkpoint_there(begins: Begins, output: Path) -> None:
     with pytest.raises(CheckpointError, match="no manifest.json: no checkpoint of ours"):
-        begins(resume_from_checkpoint=str(output / name))
+        begins(resume_from_checkpoint=str(output))
+
+
+def test_a_checkpoint_that_is_not_there(begins: Begins, output: Path) -> None:
+    """What the message says of the run without the key is what that run does."""
+    shutil.rmtree(output / "checkpoint-1")
+    for name in ("checkpoint-1", "nowhere"):
+        with pytest.raises(CheckpointError) as raised:
+            begins(resume_from_checkpoint=str(output / name))
+        said = (
+            f"resume_from_checkpoint: {output / name} is not there. Without the key the run goes on from {output}/checkpoint-2, "
+        )
+        assert str(raised.value) == said + "the newest whole one in output_dir"
+    with pytest.raises(CheckpointError, match="Without the key and overwrite_output_dir the run goes on from"):
+        begins(resume_from_checkpoint=str(output / "nowhere"), overwrite_output_dir=True)
+    assert begins() == 2
+    shutil.rmtree(output / "checkpoint-2")
+    (output / "checkpoint-3" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"checkpoint-9 is not there. There is no older whole checkpoint beside it$"):
+        begins(resume_from_checkpoint=str(output / "checkpoint-9"))
 
 
 def test_a_model_alone_is_no_checkpoint(begins: Begins, output: Path) -> None:
