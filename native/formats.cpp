@@ -14,17 +14,15 @@
 // last bit, would otherwise stand still for ever. The random bits are a hash of key (seed, step, unit) and element: no state, so
 // threads, order and resumption do not matter.
 
-#include "common.h"
+#include "masters.h"
 
 namespace {
 
-constexpr int64_t kBlock = kAlignElements;
 constexpr int kNumbers = 9;
 constexpr int64_t kAhead = 8 * kBlock;
 constexpr int64_t kLineBytes = 64;
 
 enum Rule : int32_t { kAdamW, kLion, kSgd, kMomentum, kDescent };
-enum Master : int32_t { kWhole, kSplit16, kSplit8, kBf16 };
 
 }  // namespace
 
@@ -49,40 +47,11 @@ struct Update {
 
 namespace {
 
-#define INLINE __attribute__((always_inline)) inline
-
 // Bits by element: exp_avg takes the upper 20, exp_avg_sq the lower 20, the master 8 or 16 of those that weigh least in exp_avg_sq.
 struct alignas(64) Block {
     float master[kBlock], grad[kBlock], first[kBlock], second[kBlock];
     uint32_t random[kBlock];
 };
-
-INLINE uint32_t hashed(uint32_t x) {  // Wellons' lowbias32
-    x ^= x >> 16;
-    x *= 0x21f0aaadu;
-    x ^= x >> 15;
-    x *= 0x735a2d97u;
-    return x ^ (x >> 15);
-}
-
-// What tells the elements of a block apart, whatever the block.
-struct alignas(64) Lanes {
-    uint32_t words[kBlock];
-    Lanes() {
-        for (uint32_t i = 0; i < kBlock; ++i) words[i] = hashed(i * 0x9e3779b9u);
-    }
-};
-
-// A block has two words, which stir those of the lanes: one multiplication an element.
-INLINE void draw(Block &block, const Lanes &lanes, int64_t number, const Update &u) {
-    const uint64_t counter = static_cast<uint64_t>(number);
-    const uint32_t key = hashed(hashed(static_cast<uint32_t>(counter) + u.key_low) + static_cast<uint32_t>(counter >> 32) + u.key_high);
-    const uint32_t factor = hashed(key + 0x9e3779b9u) | 1u;
-    for (int64_t i = 0; i < kBlock; ++i) {
-        const uint32_t word = (lanes.words[i] ^ key) * factor;
-        block.random[i] = word ^ (word >> 16);
-    }
-}
 
 // ---- moments of 8 bits
 
@@ -151,61 +120,7 @@ INLINE uint8_t encode_unsigned(float *__restrict__ values, const uint32_t *__res
     return static_cast<uint8_t>(exponent);
 }
 
-// ---- masters
-
-INLINE void split24(float master, uint32_t random, uint16_t &weight, int8_t &residue) {
-    const uint32_t bits = master == master ? to_bits(master) : kQuietNan;
-    const uint32_t kept = (bits + ((random >> 4) & 0xffu)) >> 8;  // 24 bits; the last 8 are the residue's own
-    weight = static_cast<uint16_t>((kept + 0x80u) >> 8);
-    residue = static_cast<int8_t>(static_cast<uint8_t>(kept));
-}
-
-INLINE void load_master(const Update &u, int64_t at, float *__restrict__ master) {
-    if (u.master == kWhole) {
-        std::memcpy(master, static_cast<const float *>(u.weight) + at, kBlock * sizeof(float));
-        return;
-    }
-    const uint16_t *__restrict__ weight = static_cast<const uint16_t *>(u.weight) + at;
-    if (u.master == kSplit16) {
-        const int16_t *__restrict__ residue = static_cast<const int16_t *>(u.residue) + at;
-        for (int64_t i = 0; i < kBlock; ++i) master[i] = join(weight[i], residue[i]);
-    } else if (u.master == kSplit8) {
-        const int8_t *__restrict__ residue = static_cast<const int8_t *>(u.residue) + at;
-        for (int64_t i = 0; i < kBlock; ++i)
-            master[i] = from_bits((static_cast<uint32_t>(weight[i]) << 16) + (static_cast<uint32_t>(static_cast<int32_t>(residue[i])) << 8));
-    } else {
-        for (int64_t i = 0; i < kBlock; ++i) master[i] = widen(weight[i]);
-    }
-}
-
-INLINE void store_master(const Update &u, int64_t at, const float *__restrict__ master, const uint32_t *__restrict__ random) {
-    if (u.master == kWhole) {
-        std::memcpy(static_cast<float *>(u.weight) + at, master, kBlock * sizeof(float));
-        return;
-    }
-    uint16_t *__restrict__ weight = static_cast<uint16_t *>(u.weight) + at;
-    if (u.master == kSplit16) {
-        int16_t *__restrict__ residue = static_cast<int16_t *>(u.residue) + at;
-        for (int64_t i = 0; i < kBlock; ++i) split(master[i], weight[i], residue[i]);
-    } else if (u.master == kSplit8) {
-        int8_t *__restrict__ residue = static_cast<int8_t *>(u.residue) + at;
-        for (int64_t i = 0; i < kBlock; ++i) split24(master[i], random[i], weight[i], residue[i]);
-    } else {
-        for (int64_t i = 0; i < kBlock; ++i) {
-            const uint32_t bits = master[i] == master[i] ? to_bits(master[i]) : kQuietNan;
-            weight[i] = static_cast<uint16_t>((bits + (random[i] & 0xffffu)) >> 16);
-        }
-    }
-}
-
-INLINE void load_grad(const Update &u, int64_t at, float *__restrict__ grad) {
-    if (u.grad_is_fp32) {
-        std::memcpy(grad, static_cast<const float *>(u.grad) + at, kBlock * sizeof(float));
-        return;
-    }
-    const uint16_t *__restrict__ given = static_cast<const uint16_t *>(u.grad) + at;
-    for (int64_t i = 0; i < kBlock; ++i) grad[i] = widen(given[i]);
-}
+// ---- gradients
 
 // A number that bf16 holds, to the nearest, ties to even.
 INLINE float nearest_bf16(float value) {
@@ -345,13 +260,14 @@ INLINE void ahead(const Update &u, int64_t at) {
 CLONES void update_range(const Update u, int64_t from, int64_t length) {
     Block block;
     const Lanes lanes;
+    const MasterPlanes planes{u.weight, u.residue, u.master};
     const bool random = u.first_exponents || u.second_exponents || u.master == kSplit8 || u.master == kBf16;
     const bool lean = u.rule == kAdamW && u.master == kSplit8 && u.first_exponents && u.second_exponents;
     for (int64_t at = from; at < from + length; at += kBlock) {
         ahead(u, at + kAhead);
-        if (random) draw(block, lanes, (u.start + at) / kBlock, u);
-        if (u.rule != kMomentum) load_master(u, at, block.master);
-        load_grad(u, at, block.grad);
+        if (random) draw(block.random, lanes, (u.start + at) / kBlock, u.key_low, u.key_high);
+        if (u.rule != kMomentum) load_master(planes, at, kBlock, block.master);
+        load_grad(u.grad, u.grad_is_fp32, at, kBlock, block.grad);
         if (u.first) load_moment(u.first, u.first_exponents, at, true, block.first);
         if (u.second) load_moment(u.second, u.second_exponents, at, false, block.second);
         if (lean) {
@@ -372,7 +288,7 @@ CLONES void update_range(const Update u, int64_t from, int64_t length) {
         if (u.rule == kMomentum)
             store_grad(u, at, block.grad);
         else
-            store_master(u, at, block.master, block.random);
+            store_master(planes, at, kBlock, block.master, block.random);
         if (u.first) store_moment(u.first, u.first_exponents, at, true, block.first, block.random);
         if (u.second) store_moment(u.second, u.second_exponents, at, false, block.second, block.random);
     }

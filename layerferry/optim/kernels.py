@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from layerferry.optim.factored import Factored, FactoredKernels
     from layerferry.optim.rounding import Rounding
     from layerferry.optim.rules import Rule
 
@@ -92,10 +93,10 @@ class Operands:
 NUMBERS = 9
 """The most that a rule has."""
 MASTERS = (torch.float32, torch.int16, torch.int8, None)
-"""In the order of ``enum Master`` in ``native/formats.cpp``: see ``kept_bits``."""
+"""In the order of ``enum Master`` in ``native/masters.h``: see ``kept_bits``."""
 
 
-def kept_bits(operands: Operands) -> torch.dtype | None:
+def kept_bits(operands: Operands | Factored) -> torch.dtype | None:
     """What makes the master: fp32 in one piece, the residue's type, None for bf16 alone."""
     weight, residue = operands.weight, operands.residue
     assert weight.dtype == torch.bfloat16 or (weight.dtype == torch.float32 and residue is None)
@@ -107,6 +108,10 @@ class Kernels(Protocol):
 
     ``weight`` bf16 and ``residue`` int16 are the split master; ``exp_avg`` and ``exp_avg_sq`` fp32. All at one place.
     """
+
+    @property
+    def factored(self) -> FactoredKernels:
+        """The passes of Adafactor, which is no rule of ``update``."""
 
     def adamw_split(
         self,

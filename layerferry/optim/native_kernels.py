@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from layerferry.layout import BLOCK_ELEMENTS
+from layerferry.optim.addresses import address
 from layerferry.optim.kernels import MASTERS, NUMBERS, AdamWScalars, Moment, Operands, kept_bits, tuned_update
+from layerferry.optim.native_factored import NativeFactored
 from layerferry.optim.rounding import Rounding
 from layerferry.optim.rules import RULES, Rule
 
@@ -31,6 +33,7 @@ class NativeKernels:
         self._split = _function(self._library, "layerferry_split", pointers=3, scalars=False)
         self._join = _function(self._library, "layerferry_join", pointers=3, scalars=False)
         self._update = _update_function(self._library)
+        self.factored = NativeFactored(self._library)
         self._ceiling = _function(self._library, "layerferry_ceiling", pointers=5, scalars=False)
 
     def adamw_split(
@@ -96,9 +99,9 @@ def _update(rule: Rule, operands: Operands, rounding: Rounding) -> _Update:
     weight, residue, grad, count = operands.weight, operands.residue, operands.grad, operands.weight.numel()
     assert count % BLOCK_ELEMENTS == 0 and operands.start % BLOCK_ELEMENTS == 0, "whole blocks"
     return _Update(
-        weight=_address(weight, weight.dtype, count),
-        residue=None if residue is None else _address(residue, residue.dtype, count),
-        grad=_address(grad, torch.bfloat16 if grad.dtype == torch.bfloat16 else torch.float32, count),
+        weight=address(weight, weight.dtype, count),
+        residue=None if residue is None else address(residue, residue.dtype, count),
+        grad=address(grad, torch.bfloat16 if grad.dtype == torch.bfloat16 else torch.float32, count),
         **_moment("first", operands.first, count),
         **_moment("second", operands.second, count),
         count=count,
@@ -116,17 +119,11 @@ def _moment(name: str, moment: Moment | None, count: int) -> dict[str, int | Non
     if moment is None:
         return {name: None, f"{name}_exponents": None}
     if moment.exponents is None:
-        return {name: _address(moment.values, torch.float32, count), f"{name}_exponents": None}
+        return {name: address(moment.values, torch.float32, count), f"{name}_exponents": None}
     return {
-        name: _address(moment.values, torch.uint8, count),
-        f"{name}_exponents": _address(moment.exponents, torch.uint8, count // BLOCK_ELEMENTS),
+        name: address(moment.values, torch.uint8, count),
+        f"{name}_exponents": address(moment.exponents, torch.uint8, count // BLOCK_ELEMENTS),
     }
-
-
-def _address(tensor: Tensor, dtype: torch.dtype, count: int) -> int:
-    assert tensor.dtype == dtype, f"a kernel got {tensor.dtype} for {dtype}"
-    assert tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel() == count
-    return tensor.data_ptr()
 
 
 class _Scalars(ctypes.Structure):
@@ -155,4 +152,4 @@ def _function(library: ctypes.CDLL, name: str, *, pointers: int, scalars: bool) 
 def _arguments(tensors: tuple[Tensor, ...], dtypes: tuple[torch.dtype, ...]) -> tuple[int, ...]:
     """Addresses and the count, after checking what C++ cannot."""
     count = tensors[0].numel()
-    return (*(_address(tensor, dtype, count) for tensor, dtype in zip(tensors, dtypes, strict=True)), count)
+    return (*(address(tensor, dtype, count) for tensor, dtype in zip(tensors, dtypes, strict=True)), count)

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from layerferry.layout import BLOCK_ELEMENTS
-from layerferry.master import join_master, master_bits, split_kept, split_master
+from layerferry.master import join_master, split_master
 from layerferry.optim.blocks import decode, encode
 from layerferry.optim.kernels import AdamWScalars, Moment, Operands
-from layerferry.optim.rounding import Rounding, for_exp_avg, for_exp_avg_sq, for_master, random_words
+from layerferry.optim.masters import load_master, store_master
+from layerferry.optim.reference_factored import ReferenceFactored
+from layerferry.optim.rounding import Rounding, for_exp_avg, for_exp_avg_sq, random_words
 from layerferry.optim.rules import MomentumScalars, Rule, update
 
 CPU_BLOCK = 1 << 20
@@ -27,6 +29,9 @@ DEVICE_BLOCK = 1 << 24
 
 class ReferenceKernels:
     """``Kernels`` in torch, on any device."""
+
+    def __init__(self) -> None:
+        self.factored = ReferenceFactored()
 
     def adamw_split(
         self,
@@ -100,29 +105,6 @@ def cut(operands: Operands, begin: int, end: int) -> Operands:
         second=part(operands.second),
         start=operands.start + begin,
     )
-
-
-def load_master(weight: Tensor, residue: Tensor | None) -> Tensor:
-    """The master as fp32; the weight itself where it is all there is and fp32."""
-    return weight.to(torch.float32) if residue is None else join_master(weight, residue)
-
-
-def store_master(master: Tensor, weight: Tensor, residue: Tensor | None, random: Tensor) -> None:
-    """``random`` [n] int64, 32 bits each."""
-    if weight.dtype == torch.float32:
-        weight.copy_(master)
-    elif residue is not None and residue.dtype == torch.int16:
-        high, low = split_master(master)
-        weight.copy_(high)
-        residue.copy_(low)
-    else:
-        bits = master_bits(master).to(torch.int64) & 0xFFFFFFFF
-        if residue is None:
-            weight.copy_(((bits + for_master(random, 16)) >> 16).to(torch.int16).view(torch.bfloat16))
-        else:
-            high, low = split_kept((bits + for_master(random, 8)) >> 8)
-            weight.copy_(high)
-            residue.copy_(low)
 
 
 def _loaded(moment: Moment | None, *, signed: bool) -> Tensor | None:

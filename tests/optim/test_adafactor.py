@@ -10,9 +10,10 @@ import torch
 from layerferry.layout import GRAD, RESIDUE, WEIGHT, Layout, ParameterSpec, Plane
 from layerferry.master import join_master
 from layerferry.optim import adafactor
-from layerferry.optim.adafactor import COLUMNS, ROWS, Adafactor, tree_sum
+from layerferry.optim.adafactor import COLUMNS, ROWS, Adafactor
 from layerferry.optim.base import StepHyper
 from layerferry.optim.formats import StateFormat
+from layerferry.optim.reference_factored import tree_sum
 from layerferry.store.store import plane_specs
 
 SHAPES = {"matrix": (37, 51), "vector": (75,), "experts": (3, 20, 33), "wide": (2, 300)}

@@ -1,0 +1,105 @@
+"""The passes of Adafactor in plain torch: the meaning of ``native/adafactor.cpp``, and the step of device planes.
+
+Elementwise operations only, in chunks of rows so that temporaries stay small, and sums as trees of elementwise sums: so neither
+torch's threads nor the device change a bit. ``threads`` is torch's own affair and ignored here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from layerferry.layout import BLOCK_ELEMENTS
+from layerferry.optim.factored import Factored
+from layerferry.optim.masters import load_master, store_master
+from layerferry.optim.rounding import Rounding, random_words
+
+
+class ReferenceFactored:
+    """``FactoredKernels`` in torch, on any device."""
+
+    def sums(self, parameter: Factored, *, grad_scale: float, eps: float, threads: int) -> tuple[Tensor, Tensor]:
+        by_row = _zeros(parameter, parameter.matrices, parameter.height)
+        by_column = _zeros(parameter, parameter.matrices, parameter.width)
+        for matrix, start, stop in _chunks(parameter):
+            grad = _grad(parameter, matrix, start, stop, grad_scale)
+            squared = grad * grad + eps
+            by_row[matrix, start:stop] = tree_sum(squared, 1)
+            by_column[matrix] += tree_sum(squared, 0)
+        return by_row, by_column
+
+    def square(
+        self, parameter: Factored, row_factor: Tensor, column_factor: Tensor, *, grad_scale: float, threads: int
+    ) -> Tensor:
+        total = _zeros(parameter, 1)
+        for matrix, start, stop in _chunks(parameter):
+            grad = _grad(parameter, matrix, start, stop, grad_scale)
+            update = row_factor[matrix, start:stop, None] * column_factor[matrix] * grad
+            total += tree_sum(tree_sum(update * update, 1), 0)
+        return total
+
+    def subtract(
+        self,
+        parameter: Factored,
+        row_factor: Tensor,
+        column_factor: Tensor,
+        factor: Tensor,
+        *,
+        grad_scale: float,
+        decay: float,
+        rounding: Rounding,
+        threads: int,
+    ) -> None:
+        for matrix, start, stop in _chunks(parameter):
+            grad = _grad(parameter, matrix, start, stop, grad_scale)
+            update = row_factor[matrix, start:stop, None] * column_factor[matrix] * grad * factor
+            own = _own(parameter, matrix, start, stop)
+            residue = None if parameter.residue is None else parameter.residue[own]
+            master = load_master(parameter.weight[own], residue)
+            master = master - (update.view(-1) + master * decay)
+            store_master(master, parameter.weight[own], residue, _random(parameter, own, rounding))
+
+
+def _zeros(parameter: Factored, *shape: int) -> Tensor:
+    # TRAP: another thread that builds a model has set another default type (tests/optim/test_adafactor.py)
+    return torch.zeros(shape, dtype=torch.float32, device=parameter.grad.device)
+
+
+def _chunks(parameter: Factored) -> Iterator[tuple[int, int, int]]:
+    """(matrix, first row, row behind the last) in a fixed order."""
+    for matrix in range(parameter.matrices):
+        for start in range(0, parameter.height, parameter.chunk_rows):
+            yield matrix, start, min(start + parameter.chunk_rows, parameter.height)
+
+
+def _own(parameter: Factored, matrix: int, start: int, stop: int) -> slice:
+    """The elements of some rows."""
+    begin, end = ((matrix * parameter.height + row) * parameter.width for row in (start, stop))
+    return slice(begin, end)
+
+
+def _grad(parameter: Factored, matrix: int, start: int, stop: int, grad_scale: float) -> Tensor:
+    """[rows, width] fp32, times the clip coefficient."""
+    return parameter.grad[_own(parameter, matrix, start, stop)].view(-1, parameter.width).float() * grad_scale
+
+
+def _random(parameter: Factored, own: slice, rounding: Rounding) -> Tensor:
+    """The words of the elements ``own``, which need not be whole blocks."""
+    begin, end = parameter.start + own.start, parameter.start + own.stop
+    first, last = begin // BLOCK_ELEMENTS * BLOCK_ELEMENTS, -(-end // BLOCK_ELEMENTS) * BLOCK_ELEMENTS
+    return random_words(rounding, first, last - first, parameter.weight.device)[begin - first : end - first]
+
+
+def tree_sum(values: Tensor, dim: int) -> Tensor:
+    """The sum over ``dim`` by halving: elementwise sums only, so it has one order wherever it runs."""
+    count = values.shape[dim]
+    while count > 1:
+        half = count // 2
+        odd = values.narrow(dim, 2 * half, 1) if count % 2 else None
+        values = values.narrow(dim, 0, half) + values.narrow(dim, half, half)
+        if odd is not None:
+            values.narrow(dim, 0, 1).add_(odd)
+        count = half
+    return values.squeeze(dim)
