@@ -6,7 +6,8 @@ it. Rates are of the best repeat, as STREAM's are; the median stands beside it a
 is a share of the ceiling's bytes a second: 90 % for AdamW with fp32 moments, 60 % for the formats that move half the bytes and
 calculate more on each; the exit status says whether it holds.
 
-Of Muon the two passes over a matrix are timed: what lies between them is the device's.
+Of Muon the two passes over a matrix are timed: what lies between them is the device's. Adafactor has a matrix of 4,096 columns,
+as models have them; every other rule is elementwise and gets one vector.
 
     python benchmarks/adamw.py --params 200e6 --threads 16 --format adamw,adamw_8bit
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import os
 import statistics
 import sys
@@ -66,6 +68,7 @@ FORMATS: dict[str, Optimizer] = {
 CLAIMED_SHARE = {"adamw": 0.90}
 CLAIMED_SHARE_OF_OTHERS = 0.60
 CEILING_BYTES = 26
+FACTORED_COLUMNS = 4096
 
 Planes = dict[str, Plane]
 
@@ -121,11 +124,17 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+def shape_of(optimizer: Optimizer, numel: int) -> tuple[int, ...]:
+    if isinstance(optimizer, Adafactor):
+        return (-(-numel // FACTORED_COLUMNS), FACTORED_COLUMNS)
+    return (2, numel // 2) if isinstance(optimizer, Muon) else (numel,)
+
+
 def measure(name: str, args: argparse.Namespace) -> tuple[list[dict[str, object]], float]:
     """The rows of one format, and its share of the ceiling."""
     optimizer, kernels, threads = FORMATS[name], load_kernels(), args.threads
     assert isinstance(kernels, NativeKernels)
-    shape = (2, int(args.params) // 2) if isinstance(optimizer, Muon) else (int(args.params),)
+    shape = shape_of(optimizer, int(args.params))
     layout = Layout.of([ParameterSpec(name="weight", shape=shape, dtype=torch.bfloat16, matrix=len(shape) > 1)])
     numel = layout.numel
     planes, spoilt = planes_of(optimizer, layout), planes_of(FORMATS["adamw"], layout)
@@ -143,7 +152,7 @@ def measure(name: str, args: argparse.Namespace) -> tuple[list[dict[str, object]
         row(name, numel, threads, step_s, moved) | {"share_of_ceiling": round(share, 4)},
         row(f"{name}-ceiling", numel, threads, ceiling_s, CEILING_BYTES),
     ]
-    if args.reference and isinstance(optimizer, FormattedOptimizer):
+    if args.reference and isinstance(optimizer, FormattedOptimizer | Adafactor):
         plain = copy.copy(optimizer)
         plain._host_kernels = ReferenceKernels()
         [reference_s] = alternating([step(plain)], 2)
@@ -159,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
     holds = True
     for name in args.format.split(","):
-        if is_done(args, case_of(name, int(args.params), args.threads)):
+        if is_done(args, case_of(name, math.prod(shape_of(FORMATS[name], int(args.params))), args.threads)):
             continue
         rows, share = measure(name, args)
         for line in rows:

@@ -59,7 +59,7 @@ run layer 6 layer layer --model qwen2.5-7b --row-tokens 1024 --micro-batch-rows 
 run head 2 head head --model qwen2.5-7b --rows 32 --row-tokens 1024 --chunk-tokens 2048,4096,8192,16384
 run attention 4 attention attention --row-tokens 1024,8192,32768,131072,262144 --kernels default,cudnn,flash
 run link 1 link link
-run adamw 2 adamw adamw --params 100e6 --threads 16 --format adamw,adamw_8bit,adamw_8bit-bf16,adamw-bf16,lion,lion_8bit,sgd,muon,muon_8bit
+run adamw 2 adamw adamw --params 100e6 --threads 16 --format adamw,adamw_8bit,adamw_8bit-bf16,adamw-bf16,lion,lion_8bit,adafactor,sgd,muon,muon_8bit
 run pages 2 pages pages --params 400e6 --threads 16
 run curves 8 curves curves --shape smollm2-135m --rows 32 --row-tokens 512 --steps 300 --formats plain-bf16,adamw_torch,adamw_8bit,adamw-bf16,muon
 

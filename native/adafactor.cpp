@@ -35,7 +35,7 @@ struct Factored {
 namespace {
 
 // The sum of `count` numbers, which are overwritten.
-INLINE float tree(float *values, int64_t count) {
+CLONES float tree(float *values, int64_t count) {
     while (count > 1) {
         const int64_t half = count / 2;
         float *__restrict__ low = values;
@@ -207,8 +207,6 @@ CLONES void square_range(const Factored f, int64_t from, int64_t to, const float
     }
 }
 
-CLONES float sum_range(float *values, int64_t count) { return tree(values, count); }
-
 struct alignas(64) Segment {
     float master[kBlock], grad[kBlock];
     uint32_t random[kBlock];
@@ -319,7 +317,7 @@ float layerferry_factored_square(const Factored *factored, const float *row_fact
     for (int64_t matrix = 0; matrix < f.matrices; ++matrix)
         for (int64_t first = 0; first < f.height; first += f.chunk_rows) {
             const int64_t rows = f.height - first < f.chunk_rows ? f.height - first : f.chunk_rows;
-            sum = sum + sum_range(by_row + matrix * f.height + first, rows);
+            sum = sum + tree(by_row + matrix * f.height + first, rows);
         }
     return sum;
 }

@@ -8,8 +8,8 @@ The one pass of other rules cannot be: what a row and a column sum up must be kn
 clipping of the update before it is applied. So the gradient is read three times (sums; root mean square; update) and the weight
 once: 14 bytes a parameter moved, half of AdamW's. The three passes are ``factored.py``'s, native or in torch; what is between
 them, a number for each row and column, is torch here. Sums are trees by halving, so that neither threads nor the device change a
-bit. Left out: threads within a chunk of ``CHUNK_ELEMENTS`` in the first pass, where a small matrix keeps one core busy. Checked by
-``tests/optim/test_adafactor.py`` against transformers' Adafactor, and native against torch.
+bit. Left out: threads within a chunk of ``CHUNK_ELEMENTS`` in the first pass, where a small matrix keeps one core busy. Checked
+by ``tests/optim/test_adafactor.py`` against transformers' Adafactor, and native against torch.
 """
 
 from __future__ import annotations

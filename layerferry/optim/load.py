@@ -20,6 +20,7 @@ import torch
 from layerferry.config import cache_folder
 from layerferry.layout import BLOCK_ELEMENTS
 from layerferry.optim.build import NATIVE_FOLDER, BuildError, cache_key, compile_native, intact_libraries, source_key
+from layerferry.optim.factored import Factored
 from layerferry.optim.kernels import AdamWScalars, Kernels, Moment, Operands
 from layerferry.optim.native_kernels import NativeKernels
 from layerferry.optim.reference import ReferenceKernels
@@ -50,7 +51,7 @@ def self_check(kernels: Kernels) -> bool:
     grad = torch.randn(numel, generator=generator) * torch.logspace(-12, 6, numel)
     scalars = AdamWScalars.of(lr=1e-3, step=7, grad_scale=0.37, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     got, wanted = (
-        [*_trial(each, master, grad, scalars), *_format_trial(each, master, grad, scalars)]
+        [*_trial(each, master, grad, scalars), *_format_trial(each, master, grad, scalars), *_factored_trial(each, master, grad)]
         for each in (kernels, ReferenceKernels())
     )
     return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, wanted, strict=True))
@@ -93,6 +94,23 @@ def _format_trial(kernels: Kernels, master: torch.Tensor, grad: torch.Tensor, sc
             planes = [weight, residue, grad.clone(), first.values, first.exponents]
             planes += [] if second is None else [second.values, second.exponents]
             yield from (plane for plane in planes if plane is not None)
+
+
+def _factored_trial(kernels: Kernels, master: torch.Tensor, grad: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Adafactor's passes over two matrices of odd width in chunks that leave a rest, with a master of every format."""
+    matrices, height, width = 2, 13, 15
+    numel = matrices * height * width
+    rows, columns = (torch.logspace(-1, 1, matrices * count).view(matrices, count) for count in (height, width))
+    factor, rounding = torch.full((1,), 1e-3, dtype=torch.float32), Rounding.of(seed=0, step=1, stream=0)
+    for residue in (torch.zeros(numel, dtype=torch.int16), torch.zeros(numel, dtype=torch.int8), None):
+        for dtype in (torch.bfloat16, torch.float32) if residue is None else (torch.bfloat16,):
+            weight = master[:numel].to(dtype, copy=True)
+            shape = {"matrices": matrices, "height": height, "width": width, "chunk_rows": 7, "start": BLOCK_ELEMENTS}
+            parameter = Factored(weight=weight, residue=residue, grad=grad[:numel].to(dtype), **shape)
+            yield from kernels.factored.sums(parameter, grad_scale=0.37, eps=1e-30, threads=2)
+            yield kernels.factored.square(parameter, rows, columns, grad_scale=0.37, threads=2)
+            kernels.factored.subtract(parameter, rows, columns, factor, grad_scale=0.37, decay=0.1, rounding=rounding, threads=2)
+            yield from (weight,) if residue is None else (weight, residue)
 
 
 def _no_moment(numel: int) -> Moment:

@@ -41,12 +41,14 @@ def room_for_updates(
 
 def moved_bytes_per_param(specs: Mapping[str, PlaneSpec], only: str = OTHERS) -> float:
     """Bytes that an update reads and writes of a parameter that is a matrix, or is not: every plane both ways, the gradient once;
-    of a matrix that is orthogonalised the gradient's plane is read, written and read again."""
+    of a matrix that is orthogonalised the gradient's plane is read, written and read again, and Adafactor, which keeps numbers a
+    row and a column, reads it three times."""
     # a number a row is next to nothing
     own = {kind: spec for kind, spec in specs.items() if spec.side is None and spec.only in (None, only)}
     held = {kind: spec.section_bytes(BLOCK_ELEMENTS, spec.dtypes[0]) / BLOCK_ELEMENTS for kind, spec in own.items()}
     staged = orthogonalises(specs) and only == MATRICES
-    return 2 * sum(held.values()) + (held[GRAD] if staged else -held[GRAD])
+    factored = any(spec.side is not None for spec in specs.values())
+    return 2 * sum(held.values()) + (held[GRAD] if staged or factored else -held[GRAD])
 
 
 def with_update_rate(machine: Machine, specs: Mapping[str, PlaneSpec]) -> Machine:

@@ -1,20 +1,26 @@
-"""Adafactor against transformers' own, over matrices, vectors and experts; its state's bytes; chunks and order."""
+"""Adafactor against transformers' own, over matrices, vectors and experts; its state's bytes; chunks and order; native against
+torch, bit for bit, in every clone."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from layerferry.layout import GRAD, RESIDUE, WEIGHT, Layout, ParameterSpec, Plane
+from layerferry.layout import GRAD, RESIDUE, WEIGHT, WEIGHT_PLANE, Layout, ParameterSpec, Plane
 from layerferry.master import join_master
 from layerferry.optim import adafactor
 from layerferry.optim.adafactor import COLUMNS, ROWS, Adafactor
 from layerferry.optim.base import StepHyper
 from layerferry.optim.formats import StateFormat
+from layerferry.optim.kernels import Kernels
+from layerferry.optim.native_kernels import NativeKernels
+from layerferry.optim.reference import ReferenceKernels
 from layerferry.optim.reference_factored import tree_sum
 from layerferry.store.store import plane_specs
+from tests.optim.arrays import assert_same_bits, extreme, ordinary
 
 SHAPES = {"matrix": (37, 51), "vector": (75,), "experts": (3, 20, 33), "wide": (2, 300)}
 LAYOUT = Layout.of(
@@ -134,3 +140,90 @@ def test_the_default_type_of_the_process_does_not_matter() -> None:
 def test_tree_sum(count: int) -> None:
     values = torch.arange(count * 3, dtype=torch.float32).view(count, 3)
     assert torch.equal(tree_sum(values, 0), values.sum(0)) and torch.equal(tree_sum(values.T, 1), values.sum(0))
+
+
+# ---------------------------------------------------------------- native
+
+REFERENCE = ReferenceKernels()
+ODD = ((1,), (129,), (1, 1), (5, 1), (1, 7), (2, 300), (37, 51), (64, 257), (16, 128), (3, 20, 33), (2, 3, 1), (4, 9, 130))
+"""One row, one column, one element; rows that begin anywhere in a block; levels of the trees that are odd or not."""
+ODD_LAYOUT = Layout.of(
+    [
+        ParameterSpec(name=f"{dtype} {shape}", shape=shape, dtype=dtype, decays=len(shape) > 1)
+        for dtype in (torch.bfloat16, torch.float32)
+        for shape in ODD
+    ]
+)
+
+
+def stepped(
+    kernels: Kernels,
+    make: Callable[[int, int], dict[str, torch.Tensor]],
+    master: str,
+    layout: Layout = ODD_LAYOUT,
+    threads: int = 1,
+) -> dict[str, torch.Tensor]:
+    """Every section of every plane after three steps, of gradients and weights as ``make`` gives them."""
+    optimizer = Adafactor(state_format=StateFormat(master=master), weight_decay=0.1, seed=3, kernels=kernels)
+    specs = plane_specs(optimizer.state_planes)
+    planes = {kind: Plane(layout, spec, torch.zeros(layout.bytes(spec), dtype=torch.uint8)) for kind, spec in specs.items()}
+    for number, entry in enumerate(layout.entries):
+        planes[WEIGHT].view(entry).copy_(make(entry.numel, number)["master"].view(entry.shape))
+    for step in (1, 2, 3):
+        for number, entry in enumerate(layout.entries):
+            planes[GRAD].view(entry).copy_(make(entry.numel, 100 * step + number)["grad"].view(entry.shape))
+        optimizer.step(planes, layout, StepHyper(lr=1e-2, step=step, grad_scale=0.37, stream=2), threads)
+    return {f"{kind} {dtype}": values for kind, plane in planes.items() for dtype, values in plane.sections.items()}
+
+
+@pytest.mark.parametrize("chunk_elements", [100, adafactor.CHUNK_ELEMENTS])
+@pytest.mark.parametrize("master", ["fp32", "24bit", "bf16"])
+@pytest.mark.parametrize("make", [ordinary, extreme])
+def test_native_equals_torch(
+    native: NativeKernels,
+    make: Callable[[int, int], dict[str, torch.Tensor]],
+    master: str,
+    chunk_elements: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ordinary gradients; and those with infinities and NaN, which spread over the parameter that has them."""
+    monkeypatch.setattr(adafactor, "CHUNK_ELEMENTS", chunk_elements)
+    wanted = stepped(REFERENCE, make, master)
+    assert_same_bits(stepped(native, make, master), wanted)
+    finite = bool(wanted[f"{WEIGHT} {torch.bfloat16}"].isfinite().all())
+    assert finite == (make is ordinary)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_one_bad_gradient_spoils_its_parameter_alone(native: NativeKernels, bad: float) -> None:
+    def make(numel: int, seed: int) -> dict[str, torch.Tensor]:
+        arrays = ordinary(numel, seed)
+        if numel == 37 * 51 and seed > 100:
+            arrays["grad"][numel // 2] = bad
+        return arrays
+
+    wanted = stepped(REFERENCE, make, "24bit")
+    assert_same_bits(stepped(native, make, "24bit"), wanted)
+    weight = Plane(ODD_LAYOUT, WEIGHT_PLANE, torch.zeros(ODD_LAYOUT.bytes(WEIGHT_PLANE), dtype=torch.uint8))
+    for dtype, section in weight.sections.items():
+        section.copy_(wanted[f"{WEIGHT} {dtype}"])
+    spoilt = {entry.shape for entry in ODD_LAYOUT.entries if not weight.view(entry).isfinite().all()}
+    assert spoilt == {(37, 51)}
+
+
+@pytest.mark.parametrize("master", ["fp32", "bf16"])
+def test_threads_do_not_change_a_bit(native: NativeKernels, master: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough elements that every thread has some, in chunks that are shared out as threads come."""
+    monkeypatch.setattr(adafactor, "CHUNK_ELEMENTS", 5000)
+    specs = [ParameterSpec(name=str(shape), shape=shape, dtype=torch.bfloat16) for shape in ((299, 333), (3, 101, 257))]
+    wanted = stepped(REFERENCE, ordinary, master, Layout.of(specs))
+    for threads in (1, 2, 3, 7):
+        assert_same_bits(stepped(native, ordinary, master, Layout.of(specs), threads), wanted)
+
+
+@pytest.mark.parametrize("master", ["fp32", "24bit", "bf16"])
+def test_every_clone_gives_the_same_bits(clones: dict[str, NativeKernels], master: str) -> None:
+    for make in (ordinary, extreme):
+        wanted = stepped(REFERENCE, make, master)
+        for kernels in clones.values():
+            assert_same_bits(stepped(kernels, make, master), wanted)

@@ -11,6 +11,7 @@ import torch
 from layerferry.engine.engine import Engine
 from layerferry.layout import MATRICES, OTHERS, PlaneSpec
 from layerferry.optim import orthogonal
+from layerferry.optim.adafactor import Adafactor
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.formats import StateFormat
 from layerferry.optim.lion import Lion
@@ -51,10 +52,14 @@ def muon(**options: Any) -> dict[str, PlaneSpec]:
 
 
 def test_bytes_that_a_pass_moves() -> None:
-    """AdamW: 14 read, 12 written. Matrices: gradient and momentum both ways, then master both ways and what the device left."""
+    """AdamW: 14 read, 12 written. Matrices: gradient and momentum both ways, then master both ways and what the device left.
+    Adafactor: the gradient three times, master both ways."""
     assert moved_bytes_per_param(specs()) == 26
     assert moved_bytes_per_param(plane_specs(AdamW(state_format=LEAN).state_planes)) == 12 + 4 / 128
     assert moved_bytes_per_param(plane_specs(Lion().state_planes)) == 18
+    for master, residue in (("fp32", 2), ("24bit", 1), ("bf16", 0)):
+        factored = plane_specs(Adafactor(state_format=StateFormat(master=master)).state_planes)
+        assert moved_bytes_per_param(factored) == moved_bytes_per_param(factored, MATRICES) == 3 * 2 + (2 + residue) * 2
     assert moved_bytes_per_param(muon(), MATRICES) == (2 + 4) * 2 + (2 + 2) * 2 + 2
     assert moved_bytes_per_param(muon(), OTHERS) == 14 + 4 / 128
     assert moved_bytes_per_param(muon(state_format=LEAN), MATRICES) == (2 + 1 + 1 / 128) * 2 + (2 + 1) * 2 + 2
