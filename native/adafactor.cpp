@@ -11,6 +11,7 @@
 // first, so that each row is read once and log2(rows) rows of sums are held; chunks are then added in their order, whichever thread
 // had them. Left out: prefetches (long rows, which the processor asks for itself).
 
+#include <memory>
 #include <vector>
 
 #include "masters.h"
@@ -124,20 +125,18 @@ CLONES void add_range(float *__restrict__ sums, const float *__restrict__ values
 class Columns {
   public:
     Columns(const Factored &f, float eps, float *by_row) : f_(f), eps_(eps), by_row_(by_row) {
-        int64_t levels = 1;
+        int64_t levels = 0;
         for (int64_t count = f.chunk_rows; count > 1; count /= 2) ++levels;
-        sums_.resize(static_cast<size_t>((levels + 1) * f.width));
+        sums_.resize(static_cast<size_t>(levels * f.width));
         halves_.resize(static_cast<size_t>(2 * (f.width / 2 + 1)));
     }
 
-    // Sums by column of `count` rows from `row` on, [width]; those by row go where they belong.
-    const float *of(int64_t row, int64_t count) {
+    // Sums by column of `count` rows from `row` on; those by row go where they belong.
+    void of(int64_t row, int64_t count, float *into) {
         row_ = row;
         counts_.assign(1, count);
         while (counts_.back() > 1) counts_.push_back(counts_.back() / 2);
-        const size_t top = counts_.size() - 1;
-        node(top, 0, level(top));
-        return level(top);
+        node(counts_.size() - 1, 0, into);
     }
 
   private:
@@ -248,6 +247,7 @@ CLONES void subtract_range(const Factored f, int64_t from, int64_t to, const flo
 
 // ---- threads
 
+constexpr int64_t kHeldChunks = 64;  // whose sums by column are held before they are added, a row each
 int team_of(const Factored &f, int64_t parts, int threads) {
     const int64_t useful = f.matrices * f.height * f.width / kMinPerThread + 1;
     const int64_t most = parts < useful ? parts : useful;
@@ -274,6 +274,26 @@ void parallel_rows(const Factored &f, int threads, const Range &range) {
     range(0, rows);
 }
 
+// Sums by column of the chunks from `first` to `last`, counted over all matrices, each in a place of its own. Whichever thread is
+// free takes the next one; none waits for another before the end, which costs most where other programs have the cores.
+void sums_of_parts(const Factored &f, int64_t chunks, int64_t first, int64_t last, float eps, float *sums, float *by_row, int team) {
+#ifdef _OPENMP
+#pragma omp parallel num_threads(team)
+#else
+    (void)team;
+#endif
+    {
+        Columns columns(f, eps, by_row);
+#ifdef _OPENMP
+#pragma omp for schedule(dynamic, 1)
+#endif
+        for (int64_t part = first; part < last; ++part) {
+            const int64_t row = part % chunks * f.chunk_rows, rest = f.height - row;
+            columns.of(part / chunks * f.height + row, rest < f.chunk_rows ? rest : f.chunk_rows, sums + (part - first) * f.width);
+        }
+    }
+}
+
 }  // namespace
 
 extern "C" {
@@ -282,26 +302,13 @@ extern "C" {
 void layerferry_factored_sums(const Factored *factored, float eps, float *by_row, float *by_column, int threads) {
     const Factored &f = *factored;
     const int64_t chunks = (f.height + f.chunk_rows - 1) / f.chunk_rows, parts = f.matrices * chunks;
-#ifdef _OPENMP
-    const int team = team_of(f, parts, threads);
-#pragma omp parallel num_threads(team)
-#else
-    (void)threads;
-#endif
-    {
-        Columns columns(f, eps, by_row);
-#ifdef _OPENMP
-#pragma omp for ordered schedule(dynamic, 1)
-#endif
-        for (int64_t part = 0; part < parts; ++part) {
-            const int64_t matrix = part / chunks, first = part % chunks * f.chunk_rows;
-            const int64_t rows = f.height - first < f.chunk_rows ? f.height - first : f.chunk_rows;
-            const float *sums = columns.of(matrix * f.height + first, rows);
-#ifdef _OPENMP
-#pragma omp ordered
-#endif
-            add_range(by_column + matrix * f.width, sums, f.width);
-        }
+    const int64_t held = parts < kHeldChunks ? parts : kHeldChunks;
+    const std::unique_ptr<float[]> sums(new float[static_cast<size_t>(held * f.width)]);
+    for (int64_t first = 0; first < parts; first += held) {
+        const int64_t last = first + held < parts ? first + held : parts;
+        sums_of_parts(f, chunks, first, last, eps, sums.get(), by_row, team_of(f, last - first, threads));
+        for (int64_t part = first; part < last; ++part)
+            add_range(by_column + part / chunks * f.width, sums.get() + (part - first) * f.width, f.width);
     }
 }
 
