@@ -146,7 +146,7 @@ def test_tree_sum(count: int) -> None:
 
 REFERENCE = ReferenceKernels()
 ODD = ((1,), (129,), (1, 1), (5, 1), (1, 7), (2, 300), (37, 51), (70, 257), (16, 128), (3, 20, 33), (2, 3, 1), (4, 9, 130))
-"""One row, one column, one element; rows that begin anywhere in a block; levels of the trees that are odd or not; more chunks than are held."""
+"""One row, column or element; rows that begin anywhere in a block; odd levels of the trees; more chunks than are held."""
 ODD_LAYOUT = Layout.of(
     [
         ParameterSpec(name=f"{dtype} {shape}", shape=shape, dtype=dtype, decays=len(shape) > 1)
