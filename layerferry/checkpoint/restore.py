@@ -126,6 +126,13 @@ class _State:
             for one in (kind, exponents_of(kind)) if dtype == CODES else (kind,):
                 expected |= {SEPARATOR.join((one, name)) for name, entry in entries if spec.takes(entry)}
         residues = {SEPARATOR.join((RESIDUE, name)) for name, entry in entries if entry.trained}
+        if any(name.split(SEPARATOR, 1)[0] == RESIDUE for name in self._home):  # else masters were whole, or bf16: none has one
+            expected |= {
+                SEPARATOR.join((RESIDUE, unit.names[entry.name]))
+                for unit in engine.store.units
+                for entry in unit.layout.entries
+                if entry.trained and engine.store.plane(unit, RESIDUE).holds(entry)
+            }
         missing = sorted(expected - set(self._home))
         surplus = sorted(set(self._home) - expected - residues)
         if missing or surplus:

@@ -196,3 +196,23 @@ def test_a_checkpoint_of_more_trained_parameters_is_refused(tmp_path: Path) -> N
     model.model.embed_tokens.weight.requires_grad_(False)
     with pytest.raises(CheckpointError, match=r"of other trained parameters .*: exp_avg.model.embed_tokens.weight belongs to no"):
         load(model, saved.folder)
+
+
+@pytest.mark.parametrize("now", ["layers.1.", "layers", ""])
+def test_other_trained_parameters_without_moments_are_refused(tmp_path: Path, now: str) -> None:
+    """Plain SGD keeps nothing but the residues: one that is missing was not trained, and must not be taken for zeros."""
+
+    def partly(trained: str) -> Any:
+        model = model_of()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trained in name)
+        return model
+
+    first = engine_of(partly("layers.1.mlp"), optim="sgd")
+    train(first, range(1))
+    saved = save(first, tmp_path, 1)
+    assert_same(state_of(load(partly("layers.1.mlp"), saved.folder, optim="sgd")), state_of(first))
+    with pytest.raises(CheckpointError, match=r"of other trained parameters .*: residue\..* is missing"):
+        load(partly(now), saved.folder, optim="sgd")
+    with pytest.raises(CheckpointError, match=r"of other trained parameters .*: residue\..* belongs to no"):
+        load(partly("layers.1.mlp.up"), saved.folder, optim="sgd")
