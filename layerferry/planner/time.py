@@ -78,14 +78,25 @@ def updates_s(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: S
     """Of all updates on the CPU, as long as they take beside the copies of a step."""
     home = frozenset(plan.on_device)
     alone = sum(update_s(unit.layout, machine) for unit in model.units if unit.index not in home)
-    return alone if machine.is_cpu or not alone else alone * _slowed(alone, model, specs, plan, shape, machine)
+    if machine.is_cpu:
+        return alone
+    paces = compute.layer_paces(model, plan, shape, machine)
+    return alone * _slowed(alone, paces, model, specs, plan, shape, machine)
 
 
-def _slowed(alone: float, model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Shape, machine: Machine) -> float:
+def _slowed(
+    alone: float,
+    paces: Sequence[tuple[float, float]],
+    model: Model,
+    specs: Mapping[str, PlaneSpec],
+    plan: Plan,
+    shape: Shape,
+    machine: Machine,
+) -> float:
     """How many times longer updates of ``alone`` seconds take: they run behind the first wave's forward, and what travels then,
     weights up and kept inputs down, takes its bytes a second from the host memory's."""
     home, wave = frozenset(plan.on_device), waves_of(plan, shape)[0]
-    forward = wave * sum(pace[0] for pace in compute.layer_paces(model, plan, shape, machine))
+    forward = wave * sum(own for own, _ in paces)
     weights = sum(size for index, size in enumerate(unit_bytes(model, specs[WEIGHT])) if index not in home)
     inputs = wave * model.num_inputs_at_host(plan.host_inputs) * tokens_of(plan, shape) * model.boundary
     most = machine.upload_together_bytes_per_s.value + machine.download_together_bytes_per_s.value
@@ -138,7 +149,8 @@ def program(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Sha
 
     one_input = tokens_of(plan, shape) * model.boundary
     alone = sum(update_s(unit.layout, machine) for unit in model.units if unit.index not in home)
-    slower = _slowed(alone, model, specs, plan, shape, machine) if alone else 1.0
+    paces = compute.layer_paces(model, plan, shape, machine)
+    slower = _slowed(alone, paces, model, specs, plan, shape, machine)
 
     def piece(index: int, forward: float, backward: float, share: float = 1.0, *, travels: bool = False) -> Piece:
         layout = model.units[index].layout
@@ -173,8 +185,8 @@ def program(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Sha
     return Program(
         prologue=end(first, *own.embedding),
         layers=[
-            piece(index, *paces, travels=model.num_below <= number < plan.host_inputs)
-            for number, (index, paces) in enumerate(zip(layers, compute.layer_paces(model, plan, shape, machine), strict=True))
+            piece(index, *both_ways, travels=model.num_below <= number < plan.host_inputs)
+            for number, (index, both_ways) in enumerate(zip(layers, paces, strict=True))
         ],
         head=end(last, *((own.head, 0.0) if len(last) == 1 else (own.look, own.head - own.look))),
         tied=model.tied,

@@ -126,11 +126,11 @@ def test_every_choice_is_a_different_one() -> None:
 
 
 def test_eighty_layers_are_searched_in_seconds() -> None:
-    """2 s of one core; the bound leaves room for a machine that is busy with other tests."""
+    """2 s of one core, minutes without the bounds; there is room for a slow machine that is busy with other tests."""
     question = problem(qwen("qwen2.5-7b", 80), specs(), machine(host_gib=400), config(rows=128), 1024)
     begin = time.process_time()
     plan, found = search(question)
-    assert found and plan.seconds is not None and time.process_time() - begin < 5.0
+    assert found and plan.seconds is not None and time.process_time() - begin < 20.0
 
 
 def test_divisors_are_all_and_only_those() -> None:
@@ -145,7 +145,7 @@ def test_ten_million_rows_have_few_choices(on_cpu: bool) -> None:
     begin = time.process_time()
     rows = sorted({choice.rows for choice in choices(question)})
     assert rows[0] == 1 and 8 < len(rows) <= MOST_ROW_CHOICES + 1
-    assert time.process_time() - begin < 5.0
+    assert time.process_time() - begin < 20.0
 
 
 def test_a_million_rows_are_searched_in_seconds() -> None:
@@ -153,4 +153,4 @@ def test_a_million_rows_are_searched_in_seconds() -> None:
     question = problem(qwen("qwen2.5-3b"), specs(), machine(cpu=True), config(rows=1_000_000), 8)
     begin = time.process_time()
     plan, found = search(question)
-    assert found and plan.rows_per_step == 1_000_000 and time.process_time() - begin < 5.0
+    assert found and plan.rows_per_step == 1_000_000 and time.process_time() - begin < 20.0
