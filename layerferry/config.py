@@ -165,19 +165,9 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """Ours: what the plan may use, and what the user pins of it. None: the planner chooses."""
+class Pins:
+    """What the user fixes of the plan; None: the planner chooses."""
 
-    device: str = "auto"
-    """auto, cuda, cuda:1, cpu, chaos."""
-    device_memory: int | None = None
-    """Bytes the device may hold; None: what it reports."""
-    host_memory: int | None = None
-    """Bytes of host memory; None: what the system reports."""
-    disk_memory: int | None = None
-    """Bytes of a disk that optimizer state may take where host and device have no room; None and 0: none."""
-    disk_folder: str | None = None
-    """On that disk; None: output_dir."""
     disk_units: int | None = None
     """Units, from the last on, whose optimizer state lives on the disk."""
     micro_batch_rows: int | None = None
@@ -208,6 +198,25 @@ class EngineConfig:
     compile: bool | None = None
     """None: on for CUDA, off elsewhere."""
     optimizer_threads: int | None = None
+
+    def __contains__(self, field: str) -> bool:
+        return getattr(self, field, None) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig(Pins):
+    """Ours: what the plan may use, and what the user pins of it."""
+
+    device: str = "auto"
+    """auto, cuda, cuda:1, cpu, chaos."""
+    device_memory: int | None = None
+    """Bytes the device may hold; None: what it reports."""
+    host_memory: int | None = None
+    """Bytes of host memory; None: what the system reports."""
+    disk_memory: int | None = None
+    """Bytes of a disk that optimizer state may take where host and device have no room; None and 0: none."""
+    disk_folder: str | None = None
+    """On that disk; None: output_dir."""
     update_on_arrival: bool = False
     """Update a unit as soon as its gradient is @host, and keep no gradients: 2 bytes a parameter less. Needs max_grad_norm: 0,
     and a step that is not finite cannot be skipped: the run ends there."""

@@ -190,7 +190,7 @@ class Layout:
         found, begin = {}, 0
         for kind, plane in planes.items():
             found[kind] = slice(begin, begin + self.bytes(plane))
-            begin = -(-found[kind].stop // STACK_BYTES) * STACK_BYTES
+            begin = round_up(found[kind].stop, STACK_BYTES)
         return found
 
     def offset(self, entry: Entry, plane: PlaneSpec) -> int:
@@ -317,4 +317,9 @@ class Plane:
 
 
 def _aligned(numel: int) -> int:
-    return -(-numel // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+    return round_up(numel, ALIGN_ELEMENTS)
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The least multiple that is not below ``number``."""
+    return -(-number // multiple) * multiple

@@ -38,7 +38,7 @@ from layerferry.checkpoint.writer import Writing, disk_threads
 from layerferry.engine.deferred import Hold
 from layerferry.engine.engine import Engine
 from layerferry.errors import CheckpointError
-from layerferry.layout import GRAD, WEIGHT, Plane
+from layerferry.layout import GRAD, WEIGHT, Plane, round_up
 from layerferry.plan import size_text
 from layerferry.store.safetensors_file import INDEX_FILE
 from layerferry.units import Unit
@@ -363,7 +363,7 @@ def _let_go(hold: Hold, fence: Fence) -> None:
 
 
 def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+    return round_up(num_bytes, ALIGN_BYTES)
 
 
 def _failed(folder: Path, begin: float, error: Exception) -> Saved:

@@ -29,6 +29,7 @@ from layerferry.checkpoint import checksum
 from layerferry.checkpoint.contents import FileToWrite
 from layerferry.checkpoint.files import ALIGN_BYTES, Files
 from layerferry.checkpoint.manifest import FileRecord
+from layerferry.layout import round_up
 
 THREADS = 4
 BLOCK_BYTES = 1 << 22
@@ -125,7 +126,7 @@ class Writing:
         try:
             for position, filled in _blocks(out.parts(begin, end), buffer, begin):
                 total = zlib.crc32(buffer[:filled].data, total)
-                padded = -(-filled // ALIGN_BYTES) * ALIGN_BYTES
+                padded = round_up(filled, ALIGN_BYTES)
                 buffer[filled:padded] = 0
                 self._write(out.descriptor, buffer[:padded].data, position)
                 self._moved(filled)

@@ -40,6 +40,7 @@ from layerferry.engine.tape import Tape, rebuilt
 from layerferry.engine.templates import Templates
 from layerferry.engine.wave import Wave
 from layerferry.errors import PlanError
+from layerferry.layout import round_up
 from layerferry.models.skeleton import Skeleton
 from layerferry.objectives.base import Objective
 from layerferry.objectives.cross_entropy import CrossEntropy
@@ -314,7 +315,7 @@ def refuse_beyond_plan(micro_batches: Sequence[MicroBatch], plan: Plan) -> None:
     """Raise ``PlanError`` for rows or micro-batches larger than those whose bytes were planned; padding to 8 tokens is free."""
     if not plan.row_tokens:
         return
-    longest = -(-plan.row_tokens // PADDING) * PADDING
+    longest = round_up(plan.row_tokens, PADDING)
     for micro_batch in micro_batches:
         rows, tokens = micro_batch.input_ids.shape
         if tokens > longest:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
-from layerferry.layout import FP32_PLANE, GRAD, SECTION_DTYPES, WEIGHT, PlaneSpec
+from layerferry.layout import FP32_PLANE, GRAD, SECTION_DTYPES, WEIGHT, PlaneSpec, round_up
 from layerferry.optim.orthogonal import orthogonalises, stacks_of
 from layerferry.plan import Plan
 from layerferry.units import Piece, Unit, divide
@@ -129,7 +129,7 @@ def input_sizes(plan: Plan, boundary: int, num_layers: int, num_below: int = 0) 
     if at_host <= 0:
         return InputSizes(0, 0, 0, *again)
     rows = min(plan.micro_batch_rows, plan.rows_per_step)
-    tokens = rows * -(-plan.row_tokens // PADDING) * PADDING
+    tokens = rows * round_up(plan.row_tokens, PADDING)
     return InputSizes(at_host, micro_batches_of_wave(plan, plan.rows_per_step), tokens * boundary, *again)
 
 

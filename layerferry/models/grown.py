@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from layerferry.errors import CheckpointError
+from layerferry.layout import round_up
 
 ROWS_MULTIPLE = 64
 
@@ -28,7 +29,7 @@ class Source(Protocol):
 
 def grown_rows(num_tokens: int) -> int:
     """Rows of a resized vocabulary that holds ``num_tokens``."""
-    return -(-num_tokens // ROWS_MULTIPLE) * ROWS_MULTIPLE
+    return round_up(num_tokens, ROWS_MULTIPLE)
 
 
 class GrownSource:

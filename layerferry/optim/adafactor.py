@@ -75,12 +75,12 @@ class Adafactor:
         kernels = self._host_kernels if planes[WEIGHT].buffer.device.type == "cpu" else self._device_kernels
         rounding = Rounding.of(seed=self._seed, step=hyper.step, stream=hyper.stream)
         for entry in (entry for entry in layout.entries if entry.trained):
-            parameter = Factored.of(planes, entry, chunk_elements=CHUNK_ELEMENTS)
+            parameter = Factored.of(planes, entry, chunk_elements=CHUNK_ELEMENTS, grad_scale=hyper.grad_scale, rounding=rounding)
             decay = hyper.lr * self.weight_decay if entry.decays else 0.0
             factors = self._factors(
                 kernels.factored, parameter, planes[ROWS].view(entry), planes[COLUMNS].view(entry), hyper, threads
             )
-            self._apply(kernels.factored, parameter, *factors, hyper, decay, rounding, threads)
+            self._apply(kernels.factored, parameter, *factors, hyper, decay, threads)
 
     def _factors(
         self, kernels: FactoredKernels, parameter: Factored, rows: Tensor, columns: Tensor, hyper: StepHyper, threads: int
@@ -90,7 +90,7 @@ class Adafactor:
         ``rows`` [matrices, height], ``columns`` [matrices, width] fp32; of a vector [1, n] and [1, 0].
         """
         beta2 = 1.0 - hyper.step**self.decay_rate
-        by_row, by_column = kernels.sums(parameter, grad_scale=hyper.grad_scale, eps=self.eps, threads=threads)
+        by_row, by_column = kernels.sums(parameter, eps=self.eps, threads=threads)
         if not columns.numel():
             rows.copy_(rows * beta2 + by_column * (1.0 - beta2))  # of one row: the squares themselves
             return torch.ones_like(rows[:, :1]), 1.0 / exact_sqrt(rows)
@@ -107,14 +107,10 @@ class Adafactor:
         column_factor: Tensor,
         hyper: StepHyper,
         decay: float,
-        rounding: Rounding,
         threads: int,
     ) -> None:
         """The update, clipped to a root mean square of ``clip_threshold``."""
-        scale = hyper.grad_scale
-        square = kernels.square(parameter, row_factor, column_factor, grad_scale=scale, threads=threads)
+        square = kernels.square(parameter, row_factor, column_factor, threads=threads)
         size = exact_sqrt(square / parameter.grad.numel()) / self.clip_threshold
         factor = hyper.lr / size.clamp(min=1.0)
-        kernels.subtract(
-            parameter, row_factor, column_factor, factor, grad_scale=scale, decay=decay, rounding=rounding, threads=threads
-        )
+        kernels.subtract(parameter, row_factor, column_factor, factor, decay=decay, threads=threads)

@@ -106,10 +106,12 @@ def _factored_trial(kernels: Kernels, master: torch.Tensor, grad: torch.Tensor) 
         for dtype in (torch.bfloat16, torch.float32) if residue is None else (torch.bfloat16,):
             weight = master[:numel].to(dtype, copy=True)
             shape = {"matrices": matrices, "height": height, "width": width, "chunk_rows": 7, "start": BLOCK_ELEMENTS}
-            parameter = Factored(weight=weight, residue=residue, grad=grad[:numel].to(dtype), **shape)
-            yield from kernels.factored.sums(parameter, grad_scale=0.37, eps=1e-30, threads=2)
-            yield kernels.factored.square(parameter, rows, columns, grad_scale=0.37, threads=2)
-            kernels.factored.subtract(parameter, rows, columns, factor, grad_scale=0.37, decay=0.1, rounding=rounding, threads=2)
+            parameter = Factored(
+                weight=weight, residue=residue, grad=grad[:numel].to(dtype), grad_scale=0.37, rounding=rounding, **shape
+            )
+            yield from kernels.factored.sums(parameter, eps=1e-30, threads=2)
+            yield kernels.factored.square(parameter, rows, columns, threads=2)
+            kernels.factored.subtract(parameter, rows, columns, factor, decay=0.1, threads=2)
             yield from (weight,) if residue is None else (weight, residue)
 
 

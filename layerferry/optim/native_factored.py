@@ -11,7 +11,6 @@ from layerferry.layout import BLOCK_ELEMENTS
 from layerferry.optim.addresses import address
 from layerferry.optim.factored import Factored
 from layerferry.optim.kernels import MASTERS, kept_bits
-from layerferry.optim.rounding import Rounding
 
 
 class NativeFactored:
@@ -28,32 +27,21 @@ class NativeFactored:
         self._subtract.argtypes = [parameter, pointer, pointer, number, number, ctypes.c_int]
         self._subtract.restype = None
 
-    def sums(self, parameter: Factored, *, grad_scale: float, eps: float, threads: int) -> tuple[Tensor, Tensor]:
+    def sums(self, parameter: Factored, *, eps: float, threads: int) -> tuple[Tensor, Tensor]:
         by_row = torch.empty(parameter.matrices, parameter.height, dtype=torch.float32)
         by_column = torch.zeros(parameter.matrices, parameter.width, dtype=torch.float32)
-        self._sums(ctypes.byref(_struct(parameter, grad_scale)), eps, by_row.data_ptr(), by_column.data_ptr(), threads)
+        self._sums(ctypes.byref(_struct(parameter)), eps, by_row.data_ptr(), by_column.data_ptr(), threads)
         return by_row, by_column
 
-    def square(
-        self, parameter: Factored, row_factor: Tensor, column_factor: Tensor, *, grad_scale: float, threads: int
-    ) -> Tensor:
-        struct, by_row = _struct(parameter, grad_scale), torch.empty(parameter.matrices, parameter.height, dtype=torch.float32)
+    def square(self, parameter: Factored, row_factor: Tensor, column_factor: Tensor, *, threads: int) -> Tensor:
+        struct, by_row = _struct(parameter), torch.empty(parameter.matrices, parameter.height, dtype=torch.float32)
         total = self._square(ctypes.byref(struct), *_factors(parameter, row_factor, column_factor), by_row.data_ptr(), threads)
         return torch.full((1,), total, dtype=torch.float32)
 
     def subtract(
-        self,
-        parameter: Factored,
-        row_factor: Tensor,
-        column_factor: Tensor,
-        factor: Tensor,
-        *,
-        grad_scale: float,
-        decay: float,
-        rounding: Rounding,
-        threads: int,
+        self, parameter: Factored, row_factor: Tensor, column_factor: Tensor, factor: Tensor, *, decay: float, threads: int
     ) -> None:
-        struct = _struct(parameter, grad_scale, rounding)
+        struct = _struct(parameter)
         self._subtract(ctypes.byref(struct), *_factors(parameter, row_factor, column_factor), float(factor), decay, threads)
 
 
@@ -69,7 +57,7 @@ class _Factored(ctypes.Structure):
     )
 
 
-def _struct(parameter: Factored, grad_scale: float, rounding: Rounding | None = None) -> _Factored:
+def _struct(parameter: Factored) -> _Factored:
     """After checking what C++ cannot."""
     weight, residue, grad = parameter.weight, parameter.residue, parameter.grad
     count = parameter.matrices * parameter.height * parameter.width
@@ -83,11 +71,11 @@ def _struct(parameter: Factored, grad_scale: float, rounding: Rounding | None = 
         width=parameter.width,
         chunk_rows=parameter.chunk_rows,
         start=parameter.start,
-        key_low=0 if rounding is None else rounding.key_low,
-        key_high=0 if rounding is None else rounding.key_high,
+        key_low=parameter.rounding.key_low,
+        key_high=parameter.rounding.key_high,
         master=MASTERS.index(kept_bits(parameter)),
         grad_is_fp32=grad.dtype == torch.float32,
-        grad_scale=grad_scale,
+        grad_scale=parameter.grad_scale,
     )
 
 

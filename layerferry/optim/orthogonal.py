@@ -22,7 +22,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from layerferry.layout import MATRICES, Entry, Layout, PlaneSpec
+from layerferry.layout import MATRICES, Entry, Layout, PlaneSpec, round_up
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NUM_STEPS = 5
@@ -81,7 +81,7 @@ class Stack:
         gram = self.count * min(self.height, self.width) ** 2
         beside = [self.numel] * (1 if dtype == torch.bfloat16 else 2)
         multiple = _ALIGN_BYTES // _BF16_BYTES
-        return [-(-size // multiple) * multiple for size in (*beside, gram, gram)]
+        return [round_up(size, multiple) for size in (*beside, gram, gram)]
 
 
 @lru_cache(maxsize=4096)

@@ -11,55 +11,42 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from layerferry.layout import BLOCK_ELEMENTS
+from layerferry.layout import BLOCK_ELEMENTS, round_up
 from layerferry.optim.factored import Factored
 from layerferry.optim.masters import load_master, store_master
-from layerferry.optim.rounding import Rounding, random_words
+from layerferry.optim.rounding import random_words
 
 
 class ReferenceFactored:
     """``FactoredKernels`` in torch, on any device."""
 
-    def sums(self, parameter: Factored, *, grad_scale: float, eps: float, threads: int) -> tuple[Tensor, Tensor]:
+    def sums(self, parameter: Factored, *, eps: float, threads: int) -> tuple[Tensor, Tensor]:
         by_row = _zeros(parameter, parameter.matrices, parameter.height)
         by_column = _zeros(parameter, parameter.matrices, parameter.width)
         for matrix, start, stop in _chunks(parameter):
-            grad = _grad(parameter, matrix, start, stop, grad_scale)
+            grad = _grad(parameter, matrix, start, stop)
             squared = grad * grad + eps
             by_row[matrix, start:stop] = tree_sum(squared, 1)
             by_column[matrix] += tree_sum(squared, 0)
         return by_row, by_column
 
-    def square(
-        self, parameter: Factored, row_factor: Tensor, column_factor: Tensor, *, grad_scale: float, threads: int
-    ) -> Tensor:
+    def square(self, parameter: Factored, row_factor: Tensor, column_factor: Tensor, *, threads: int) -> Tensor:
         total = _zeros(parameter, 1)
         for matrix, start, stop in _chunks(parameter):
-            grad = _grad(parameter, matrix, start, stop, grad_scale)
-            update = row_factor[matrix, start:stop, None] * column_factor[matrix] * grad
+            update = _update(parameter, row_factor, column_factor, matrix, start, stop)
             total += tree_sum(tree_sum(update * update, 1), 0)
         return total
 
     def subtract(
-        self,
-        parameter: Factored,
-        row_factor: Tensor,
-        column_factor: Tensor,
-        factor: Tensor,
-        *,
-        grad_scale: float,
-        decay: float,
-        rounding: Rounding,
-        threads: int,
+        self, parameter: Factored, row_factor: Tensor, column_factor: Tensor, factor: Tensor, *, decay: float, threads: int
     ) -> None:
         for matrix, start, stop in _chunks(parameter):
-            grad = _grad(parameter, matrix, start, stop, grad_scale)
-            update = row_factor[matrix, start:stop, None] * column_factor[matrix] * grad * factor
+            update = _update(parameter, row_factor, column_factor, matrix, start, stop) * factor
             own = _own(parameter, matrix, start, stop)
             residue = None if parameter.residue is None else parameter.residue[own]
             master = load_master(parameter.weight[own], residue)
             master = master - (update.view(-1) + master * decay)
-            store_master(master, parameter.weight[own], residue, _random(parameter, own, rounding))
+            store_master(master, parameter.weight[own], residue, _random(parameter, own))
 
 
 def _zeros(parameter: Factored, *shape: int) -> Tensor:
@@ -80,16 +67,21 @@ def _own(parameter: Factored, matrix: int, start: int, stop: int) -> slice:
     return slice(begin, end)
 
 
-def _grad(parameter: Factored, matrix: int, start: int, stop: int, grad_scale: float) -> Tensor:
-    """[rows, width] fp32, times the clip coefficient."""
-    return parameter.grad[_own(parameter, matrix, start, stop)].view(-1, parameter.width).float() * grad_scale
+def _grad(parameter: Factored, matrix: int, start: int, stop: int) -> Tensor:
+    """[rows, width] fp32, scaled."""
+    return parameter.grad[_own(parameter, matrix, start, stop)].view(-1, parameter.width).float() * parameter.grad_scale
 
 
-def _random(parameter: Factored, own: slice, rounding: Rounding) -> Tensor:
+def _update(parameter: Factored, row_factor: Tensor, column_factor: Tensor, matrix: int, start: int, stop: int) -> Tensor:
+    """[rows, width] fp32, before it is clipped."""
+    return row_factor[matrix, start:stop, None] * column_factor[matrix] * _grad(parameter, matrix, start, stop)
+
+
+def _random(parameter: Factored, own: slice) -> Tensor:
     """The words of the elements ``own``, which need not be whole blocks."""
     begin, end = parameter.start + own.start, parameter.start + own.stop
-    first, last = begin // BLOCK_ELEMENTS * BLOCK_ELEMENTS, -(-end // BLOCK_ELEMENTS) * BLOCK_ELEMENTS
-    return random_words(rounding, first, last - first, parameter.weight.device)[begin - first : end - first]
+    first, last = begin // BLOCK_ELEMENTS * BLOCK_ELEMENTS, round_up(end, BLOCK_ELEMENTS)
+    return random_words(parameter.rounding, first, last - first, parameter.weight.device)[begin - first : end - first]
 
 
 def tree_sum(values: Tensor, dim: int) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from layerferry.backends.base import Backend
-from layerferry.config import Config
+from layerferry.config import Config, Pins
 from layerferry.errors import PlanError
 from layerferry.layout import GRAD, PlaneSpec
 from layerferry.models.skeleton import Skeleton
@@ -23,7 +23,7 @@ from layerferry.planner.facts import Model
 from layerferry.planner.held import DISK, HOST, arrivals, unit_bytes
 from layerferry.planner.machine import Machine, machine_for
 from layerferry.planner.memory import Shape, Working, plan_specs
-from layerferry.planner.problem import ESTIMATE_MARGIN, Pins, Problem, key_of, needs, problem
+from layerferry.planner.problem import ESTIMATE_MARGIN, Problem, key_of, needs, problem
 from layerferry.planner.rate import GUESS
 from layerferry.planner.remedies import shortfall
 from layerferry.planner.search import is_exact, search

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
-from layerferry.config import Config, EngineConfig
+from layerferry.config import Config, EngineConfig, Pins
 from layerferry.errors import PlanError
-from layerferry.layout import PlaneSpec
+from layerferry.layout import PlaneSpec, round_up
 from layerferry.plan import Plan, Seconds
 from layerferry.planner.facts import Model
 from layerferry.planner.held import DEVICE, DISK, HOST
@@ -32,40 +32,6 @@ ROW_MULTIPLE = 8
 Key = tuple[float, int, int, bool, int, int]
 """(activation budget, rows, chunk tokens, compiled, parts of the ends, tokens of an MLP's chunk): what a measurement of
 activations depends on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pins:
-    """What the user has fixed; None: free."""
-
-    micro_batch_rows: int | None = None
-    num_waves: int | None = None
-    activation_budget: float | None = None
-    richer_layers: int | None = None
-    richer_budget: float | None = None
-    host_inputs: int | None = None
-    mlp_chunk_tokens: int | None = None
-    kept_attention: int | None = None
-    device_units: int | None = None
-    disk_units: int | None = None
-    resident_gradients: bool | None = None
-    carry_fp32: bool | None = None
-    num_slots: int | None = None
-    num_slabs: int | None = None
-    end_parts: int | None = None
-    chunk_tokens: int | None = None
-    compile: bool | None = None
-    optimizer_threads: int | None = None
-
-    @classmethod
-    def of(cls, config: Config) -> Pins:
-        found = {field.name: getattr(config.engine, field.name) for field in fields(cls)}
-        if found["activation_budget"] is None and not config.train.gradient_checkpointing:
-            found["activation_budget"] = 1.0
-        return cls(**found)
-
-    def __contains__(self, field: str) -> bool:
-        return getattr(self, field, None) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +101,7 @@ def problem(model: Model, specs: Mapping[str, PlaneSpec], machine: Machine, conf
     train, data = config.train, config.data
     packed = data.neat_packing or (data.packing if data.packing is not None else train.stage == "pt")
     shape = Shape(
-        row_tokens=-(-row_tokens // ROW_MULTIPLE) * ROW_MULTIPLE,
+        row_tokens=round_up(row_tokens, ROW_MULTIPLE),
         rows_per_step=train.per_device_train_batch_size * train.gradient_accumulation_steps,
         isolated=data.neat_packing,
         packed=packed,
@@ -147,11 +113,19 @@ def problem(model: Model, specs: Mapping[str, PlaneSpec], machine: Machine, conf
         specs=specs,
         machine=with_update_rate(machine, specs),
         shape=shape,
-        pins=Pins.of(config),
+        pins=pins_of(config),
         fp32=train.fp32,
         on_arrival=config.engine.update_on_arrival,
         user_rows=train.per_device_train_batch_size,
     )
+
+
+def pins_of(config: Config) -> Pins:
+    """Without gradient checkpointing, everything is kept unless another share is asked for."""
+    found = {field.name: getattr(config.engine, field.name) for field in fields(Pins)}
+    if found["activation_budget"] is None and not config.train.gradient_checkpointing:
+        found["activation_budget"] = 1.0
+    return Pins(**found)
 
 
 def _refuse_contradictions(engine: EngineConfig, num_units: int) -> None:

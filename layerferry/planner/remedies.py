@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 
-from layerferry.config import OptimConfig
+from layerferry.config import OptimConfig, Pins
 from layerferry.engine.sizes import device_sizes
-from layerferry.layout import PlaneSpec
+from layerferry.layout import PlaneSpec, round_up
 from layerferry.optim.choose import optimizer_for
 from layerferry.plan import Plan, size_text
 from layerferry.planner.held import DEVICE, DISK, HOST, arrivals, disk_bytes, planes
 from layerferry.planner.memory import plan_specs
-from layerferry.planner.problem import Pins, Problem, budget_source, needs
+from layerferry.planner.problem import Problem, budget_source, needs
 from layerferry.planner.search import search
 
 SHORTEST_ROW = 128
@@ -96,7 +96,7 @@ def _unpinned(question: Problem) -> Iterator[str]:
 
 def _larger_device(question: Problem, needed: int) -> Iterator[str]:
     """The least device memory that is enough: what the plan that is least short needs."""
-    enough = -(-needed // ROUNDED) * ROUNDED
+    enough = round_up(needed, ROUNDED)
     machine = replace(question.machine, device_available=enough, device_source="device_memory")
     if search(replace(question, machine=machine))[1]:
         yield f"device_memory: {size_text(enough)} is the least that is enough"
@@ -104,7 +104,7 @@ def _larger_device(question: Problem, needed: int) -> Iterator[str]:
 
 def _larger_host(question: Problem, needed: int) -> Iterator[str]:
     """A ``host_memory`` that is enough: what the plan that is least short needs."""
-    enough = -(-needed // ROUNDED) * ROUNDED
+    enough = round_up(needed, ROUNDED)
     there = enough if question.machine.is_cpu else question.machine.device_available  # there they are one memory
     machine = replace(question.machine, host_available=enough, device_available=there)
     if search(replace(question, machine=machine))[1]:
@@ -152,7 +152,7 @@ def _on_disk(question: Problem) -> Iterator[str]:
         return
     plan, found = search(replace(question, machine=replace(question.machine, disk_available=state)))
     if found:
-        enough = -(-plan.total(DISK) // ROUNDED) * ROUNDED
+        enough = round_up(plan.total(DISK), ROUNDED)
         yield f"disk_memory: {size_text(enough)} of a disk fits ({_totals(question, plan)})"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from layerferry.backends import make
-from layerferry.config import Config
+from layerferry.config import Config, Pins
 from layerferry.models.build import ATTENTION, build_on_meta, config_of, take_block_size
 from layerferry.models.frozen import freeze
 from layerferry.models.skeleton import Skeleton
@@ -26,7 +26,7 @@ from layerferry.planner.choose import Decision, decide
 from layerferry.planner.facts import Model
 from layerferry.planner.held import DEVICE, DISK, HOST
 from layerferry.planner.machine import Machine, machine_for
-from layerferry.planner.problem import Pins, Problem, budget_source, needs, problem
+from layerferry.planner.problem import Problem, budget_source, needs, problem
 from layerferry.store.store import plane_specs
 
 WIDTH = 100

@@ -32,29 +32,16 @@ def seconds(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Sha
     """One optimizer step of ``plan`` on ``machine``."""
     lanes = busy(model, specs, plan, shape, machine)
     if machine.is_cpu:
-        return Seconds(
-            compute=lanes.compute,
-            upload=lanes.upload,
-            download=lanes.download,
-            optimizer=lanes.optimizer,
-            disk=lanes.disk,
-            waits_for_updates=max(lanes.optimizer, lanes.disk),
-            waits_for_copies=lanes.upload + lanes.download,
-        )
-    found = waits(program(model, plan_specs(specs, plan), plan, shape, machine))
-    return Seconds(
-        compute=lanes.compute,
-        upload=lanes.upload,
-        download=lanes.download,
-        optimizer=lanes.optimizer,
-        disk=lanes.disk,
-        waits_for_updates=found.updates,
-        waits_for_copies=found.copies,
-    )
+        updates, copies = max(lanes.optimizer, lanes.disk), lanes.upload + lanes.download
+        return replace(lanes, waits_for_updates=updates, waits_for_copies=copies)
+    specs = plan_specs(specs, plan)
+    slower = beside_copies(lanes.optimizer, model, specs, plan, shape, machine)
+    found = waits(program(model, specs, plan, shape, machine, slower))
+    return replace(lanes, optimizer=slower * lanes.optimizer, waits_for_updates=found.updates, waits_for_copies=found.copies)
 
 
 def busy(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Shape, machine: Machine) -> Seconds:
-    """What each lane has to do, nothing waited for: at most the step."""
+    """What each lane has to do, each alone and nothing waited for: at most the step."""
     specs = plan_specs(specs, plan)
     home = frozenset(plan.on_device)
     travelling = [unit for unit in model.units if unit.index not in home]
@@ -69,34 +56,18 @@ def busy(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Shape,
         compute=compute_s(model, plan, shape, machine) + sum(orthogonal_s(unit.layout, machine) for unit in model.units),
         upload=up / machine.upload_together_bytes_per_s.value,
         download=((carried + 1) * grad_bytes + inputs + trips) / machine.download_together_bytes_per_s.value,
-        optimizer=updates_s(model, specs, plan, shape, machine),
+        optimizer=sum(update_s(unit.layout, machine) for unit in travelling),
         disk=sum(sum(disk_seconds(model.units[index], specs, machine)) for index in plan.on_disk),
     )
 
 
-def updates_s(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Shape, machine: Machine) -> float:
-    """Of all updates on the CPU, as long as they take beside the copies of a step."""
-    home = frozenset(plan.on_device)
-    alone = sum(update_s(unit.layout, machine) for unit in model.units if unit.index not in home)
-    if machine.is_cpu:
-        return alone
-    paces = compute.layer_paces(model, plan, shape, machine)
-    return alone * _slowed(alone, paces, model, specs, plan, shape, machine)
-
-
-def _slowed(
-    alone: float,
-    paces: Sequence[tuple[float, float]],
-    model: Model,
-    specs: Mapping[str, PlaneSpec],
-    plan: Plan,
-    shape: Shape,
-    machine: Machine,
+def beside_copies(
+    alone: float, model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Shape, machine: Machine
 ) -> float:
     """How many times longer updates of ``alone`` seconds take: they run behind the first wave's forward, and what travels then,
     weights up and kept inputs down, takes its bytes a second from the host memory's."""
     home, wave = frozenset(plan.on_device), waves_of(plan, shape)[0]
-    forward = wave * sum(own for own, _ in paces)
+    forward = wave * sum(own for own, _ in compute.layer_paces(model, plan, shape, machine))
     weights = sum(size for index, size in enumerate(unit_bytes(model, specs[WEIGHT])) if index not in home)
     inputs = wave * model.num_inputs_at_host(plan.host_inputs) * tokens_of(plan, shape) * model.boundary
     most = machine.upload_together_bytes_per_s.value + machine.download_together_bytes_per_s.value
@@ -137,9 +108,9 @@ def waves_of(plan: Plan, shape: Shape) -> list[float]:
     return waves
 
 
-def program(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Shape, machine: Machine) -> Program:
+def program(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Shape, machine: Machine, slower: float) -> Program:
     """What ``schedule.py`` plays. Copies run at the rate of both directions together where gradients are carried or inputs
-    travel."""
+    travel; updates take ``slower`` times as long as alone."""
     own, home, on_disk = compute.pace(model, plan, shape, machine), frozenset(plan.on_device), frozenset(plan.on_disk)
     waves = waves_of(plan, shape)
     both = model.num_inputs_at_host(plan.host_inputs) > 0 or (len(waves) > 1 and not plan.resident_gradients)
@@ -148,9 +119,6 @@ def program(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Sha
     weights, grads = unit_bytes(model, specs[WEIGHT]), unit_bytes(model, specs[GRAD])
 
     one_input = tokens_of(plan, shape) * model.boundary
-    alone = sum(update_s(unit.layout, machine) for unit in model.units if unit.index not in home)
-    paces = compute.layer_paces(model, plan, shape, machine)
-    slower = _slowed(alone, paces, model, specs, plan, shape, machine)
 
     def piece(index: int, forward: float, backward: float, share: float = 1.0, *, travels: bool = False) -> Piece:
         layout = model.units[index].layout
@@ -180,7 +148,7 @@ def program(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Sha
         shares = [piece(one.index, forward, backward, one.layout.numel / one.unit.numel) for one in pieces]
         return [replace(share, trained=one.num_trained > 0) for share, one in zip(shares, pieces, strict=True)]
 
-    layers = [unit.index for unit in model.units if unit.is_layer]
+    layers, paces = [unit.index for unit in model.units if unit.is_layer], compute.layer_paces(model, plan, shape, machine)
     first, last = model.pieces_of_ends(plan)
     return Program(
         prologue=end(first, *own.embedding),

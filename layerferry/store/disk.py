@@ -34,6 +34,7 @@ from torch import Tensor
 from layerferry.backends.base import Backend, Fence, Lane
 from layerferry.backends.pages import host_pages
 from layerferry.errors import ConfigError, DiskTierError, PlanError
+from layerferry.layout import round_up
 from layerferry.plan import size_text
 from layerferry.store.scratch import ALIGN_BYTES, ScratchFile
 
@@ -49,7 +50,7 @@ log = logging.getLogger(__name__)
 
 def file_bytes(num_bytes: int) -> int:
     """What ``num_bytes`` of a unit take on the disk and in a buffer: whole blocks."""
-    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+    return round_up(num_bytes, ALIGN_BYTES)
 
 
 def ring_bytes(unit_bytes: Iterable[int]) -> int:

@@ -29,6 +29,7 @@ LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLO
 """Lines are added in place: never through a link, and no pipe is waited for."""
 STATE_NAME = "trainer_state.json"
 ALL_RESULTS = "all_results.json"
+MAX_RESULTS_BYTES = 1 << 24
 
 Entry = dict[str, float]
 """One entry of the history: metric name to value, with ``step`` and ``epoch``."""
@@ -176,7 +177,7 @@ class History:
     def _earlier_results(self) -> dict[str, Any]:
         """What all_results.json holds; nothing where it cannot be read."""
         try:
-            found = json.loads(read_small(self._folder / ALL_RESULTS, 1 << 24).decode("utf-8"))
+            found = json.loads(read_small(self._folder / ALL_RESULTS, MAX_RESULTS_BYTES).decode("utf-8"))
         except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}

@@ -17,7 +17,7 @@ from layerferry.checkpoint.files import read_small
 from layerferry.errors import CheckpointError
 
 CONFIG_NAME = "config.json"
-MOST_BYTES = 1 << 26
+MAX_CONFIG_BYTES = 1 << 26
 MOST_CHARACTERS = 60
 """Of a value in a line: a list has an item a layer."""
 VERSION_KEY = "transformers_version"
@@ -32,7 +32,7 @@ def model_changes(folder: Path, written: bytes) -> list[str]:
     """``key: before -> now`` for what differs in the config of checkpoint ``folder`` and in ``written``, this run's config."""
     path = folder / CONFIG_NAME
     try:
-        saved = json.loads(read_small(path, MOST_BYTES).decode("utf-8"))
+        saved = json.loads(read_small(path, MAX_CONFIG_BYTES).decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not readable as JSON: {error}") from error
     if not isinstance(saved, dict):

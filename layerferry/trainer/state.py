@@ -26,7 +26,7 @@ RUN_STATE = "run.json"
 FORMAT = 2
 ROUNDING = ("micro_batch_rows", "chunk_tokens", "mlp_chunk_tokens", "end_parts", "carry_fp32", "compile")
 """Fields of a plan, each a key of the configuration too, that change the last bits of a step (``reliability.md``)."""
-MOST_BYTES = 1 << 32
+MAX_STATE_BYTES = 1 << 32
 """Of a history that still makes sense."""
 
 
@@ -93,7 +93,7 @@ class RunState:
         """``CheckpointError`` where the file is not what ``files`` writes."""
         path = folder / RUN_STATE
         try:
-            body = json.loads(read_small(path, MOST_BYTES).decode("utf-8"))
+            body = json.loads(read_small(path, MAX_STATE_BYTES).decode("utf-8"))
             if body["format"] != FORMAT:
                 raise CheckpointError(f"{path}: format {body['format']!r}; this version reads format {FORMAT}")
             last = body["last_eval"]
@@ -104,7 +104,7 @@ class RunState:
                 total_flops=float(body["total_flops"]),
                 schedule=_metrics(body["schedule"]),
                 entries=[_metrics(entry) for entry in body["entries"]],
-                log_lines=read_small(folder / LOG_NAME, MOST_BYTES).decode("utf-8").splitlines(keepends=True),
+                log_lines=read_small(folder / LOG_NAME, MAX_STATE_BYTES).decode("utf-8").splitlines(keepends=True),
                 skipped_batches=[dict(batch) for batch in body["skipped_batches"]],
                 last_eval=None if last is None else (int(last[0]), _metrics(last[1])),
                 eval_facts=dict(body.get("eval_facts", {})),  # an older checkpoint has none: then it is measured again

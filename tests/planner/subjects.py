@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +22,12 @@ from layerferry.optim.adamw import AdamW
 from layerferry.optim.decay import decays
 from layerferry.optim.reference import ReferenceKernels
 from layerferry.plan import Plan
+from layerferry.planner.books import Books, Choice
 from layerferry.planner.facts import Model
+from layerferry.planner.held import DEVICE, HOST
 from layerferry.planner.machine import Machine, default_rates
+from layerferry.planner.problem import Problem, fits, needs
+from layerferry.planner.search import _base
 from layerferry.store.store import Store, plane_specs
 
 GIB = 2**30
@@ -71,6 +76,19 @@ QWEN_MOE = {
     "max_position_embeddings": 40960, "tie_word_embeddings": False, "model_type": "qwen3_moe",
 }  # fmt: skip
 SHAPES = {"qwen3-30b-a3b": QWEN_MOE, "qwen2.5-3b": QWEN_3B, "qwen2.5-7b": QWEN_7B, "qwen2.5-14b": QWEN_14B}
+
+
+def books_beside_the_table(question: Problem, some: Iterable[Choice]) -> Iterator[tuple[Plan, int, float]]:
+    """Of each of ``some``: the plan that the books furnish, the bytes that they say are short, and their bound of its seconds.
+    Their bytes are those of the byte table."""
+    books, base = Books(question), _base(question)
+    for choice in some:
+        furnished, short = books.furnished(choice)
+        plan = question.complete(furnished.on(base))
+        places = needs(plan, question.machine)
+        assert (books.host(furnished), books.device(furnished)) == (places[HOST][0], places[DEVICE][0])
+        assert (short == 0) == fits(question, plan)
+        yield plan, short, books.least_seconds(furnished)
 
 
 def skeleton(

@@ -14,21 +14,21 @@ from layerferry.optim.formats import StateFormat
 from layerferry.optim.muon import Muon
 from layerferry.optim.sgd import SGD
 from layerferry.plan import Plan, Seconds
-from layerferry.planner.books import Books, _Disk
+from layerferry.planner.books import _Disk
 from layerferry.planner.choose import decide
 from layerferry.planner.facts import Model
 from layerferry.planner.held import DEVICE, DISK, HOST, planes
 from layerferry.planner.machine import Machine
-from layerferry.planner.problem import Problem, fits, needs, problem
+from layerferry.planner.problem import Problem, fits, problem
 from layerferry.planner.program import Piece, Program
 from layerferry.planner.rate import Rate
 from layerferry.planner.report import render
 from layerferry.planner.schedule import waits
-from layerferry.planner.search import _base, choices, search
+from layerferry.planner.search import choices, search
 from layerferry.store.disk import RING, file_bytes
 from layerferry.store.scratch import ScratchFile
 from layerferry.store.store import Store, plane_specs, state_bytes
-from tests.planner.subjects import GIB, config, machine, qwen, skeleton, specs
+from tests.planner.subjects import GIB, books_beside_the_table, config, machine, qwen, skeleton, specs
 from tests.planner.test_memory import CountingBackend
 
 
@@ -68,17 +68,11 @@ def test_bytes_are_those_of_the_store(tmp_path: Path, optimizer: Optimizer, fp32
 @pytest.mark.parametrize(("device_gib", "host_gib", "disk_gib"), [(30, 60, 500), (60, 45, 30), (12, 70, 20)])
 def test_books_are_the_byte_table(device_gib: float, host_gib: float, disk_gib: float) -> None:
     question = ask(rows=8, device_gib=device_gib, host_gib=host_gib, disk_gib=disk_gib)
-    books, base = Books(question), _base(question)
     seen = set()
-    for choice in list(choices(question))[::97]:
-        furnished, short = books.furnished(choice)
-        plan = question.complete(furnished.on(base))
-        places = needs(plan, question.machine)
-        assert (books.host(furnished), books.device(furnished)) == (places[HOST][0], places[DEVICE][0])
-        assert (short == 0) == fits(question, plan)
+    for plan, short, least_s in books_beside_the_table(question, list(choices(question))[::97]):
         seen.add(plan.disk_units)
         if not short:
-            assert books.least_seconds(furnished) <= question.seconds(plan).step * (1 + 1e-9)
+            assert least_s <= question.seconds(plan).step * (1 + 1e-9)
     assert max(seen) > 0
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from layerferry.config import Pins
 from layerferry.errors import PlanError
 from layerferry.planner.choose import decide
-from layerferry.planner.problem import Pins
 from tests.planner.subjects import config
 from tests.planner.test_choose import ask
 

@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 
 from layerferry.planner.books import Books
-from layerferry.planner.held import DEVICE, HOST
-from layerferry.planner.problem import Problem, fits, needs, problem
+from layerferry.planner.problem import Problem, problem
 from layerferry.planner.search import INEXACT, MOST_ROW_CHOICES, PARTS, _base, choices, divisors, is_exact, search
-from tests.planner.subjects import config, machine, qwen, specs
+from tests.planner.subjects import books_beside_the_table, config, machine, qwen, specs
 
 
 def ask(name: str = "qwen2.5-7b", rows: int = 4, device_gib: float = 24, **there: float) -> Problem:
@@ -49,13 +48,7 @@ def test_bounds_do_not_hide_the_fastest_plan(name: str, device_gib: float, on_ar
 )
 def test_books_are_the_byte_table(name: str, device_gib: float, host_gib: float, on_arrival: bool) -> None:
     question = replace(ask(name, rows=8, device_gib=device_gib, host_gib=host_gib), on_arrival=on_arrival)
-    books, base = Books(question), _base(question)
-    for choice in list(choices(question))[::97]:
-        furnished, short = books.furnished(choice)
-        plan = question.complete(furnished.on(base))
-        places = needs(plan, question.machine)
-        assert (books.host(furnished), books.device(furnished)) == (places[HOST][0], places[DEVICE][0])
-        assert (short == 0) == fits(question, plan)
+    assert list(books_beside_the_table(question, list(choices(question))[::97]))
 
 
 def long_row(tokens: int = 524288, *, layers: int = 28, **there: float) -> Problem:
@@ -66,15 +59,10 @@ def long_row(tokens: int = 524288, *, layers: int = 28, **there: float) -> Probl
 
 def test_books_are_the_byte_table_of_long_rows_too() -> None:
     question = long_row(262144)
-    books, base = Books(question), _base(question)
     chunked = [choice for choice in choices(question) if choice.mlp_chunk]
     assert {choice.inputs for choice in chunked} == set(range(29))
-    for choice in chunked[::41]:
-        furnished, short = books.furnished(choice)
-        plan = question.complete(furnished.on(base))
-        places = needs(plan, question.machine)
-        assert (books.host(furnished), books.device(furnished)) == (places[HOST][0], places[DEVICE][0])
-        assert (short == 0) == fits(question, plan) and books.least_seconds(furnished) <= question.seconds(plan).step
+    for plan, _, least_s in books_beside_the_table(question, chunked[::41]):
+        assert least_s <= question.seconds(plan).step
 
 
 @pytest.mark.parametrize(

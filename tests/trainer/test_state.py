@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from layerferry.config import Pins
 from layerferry.data import Cursor
 from layerferry.errors import CheckpointError
 from layerferry.plan import Plan
-from layerferry.planner.problem import Pins
 from layerferry.trainer.state import ROUNDING, RUN_STATE, RunState, Totals, changes, check_data, other_rounding, rounding_of
 
 FACTS = {"rows": 5, "content": 7, "seed": 42, "shuffle": True, "usable": 4}
