@@ -39,6 +39,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 40,
         "num_key_value_heads": 8, **QWEN25,
     },
+    "qwen2.5-32b": {
+        "model_type": "qwen2", "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8, **QWEN25,
+    },
     "qwen3-30b-a3b": {
         "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
         "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import layerferry
 from layerferry.backends.cuda import CudaBackend
-from layerferry.config import Config, ModelConfig, OptimConfig, TrainConfig
+from layerferry.config import Config, EngineConfig, ModelConfig, OptimConfig, TrainConfig
 from layerferry.engine.batch import MicroBatch
 from layerferry.engine.engine import Engine
 from layerferry.layout import GRAD
@@ -53,8 +54,13 @@ def batches(count: int = 3, rows: int = 4, tokens: int = 128, seed: int = 0) -> 
     return found
 
 
-def engine_of(model: Any, plan: Plan, *, optim: OptimConfig | None = None) -> Engine:
-    config = Config(model=ModelConfig(model_name_or_path="live"), optim=optim or OptimConfig(), train=TrainConfig(fp32=plan.fp32))
+def engine_of(model: Any, plan: Plan, *, optim: OptimConfig | None = None, disk_folder: Path | None = None) -> Engine:
+    config = Config(
+        model=ModelConfig(model_name_or_path="live"),
+        optim=optim or OptimConfig(),
+        train=TrainConfig(fp32=plan.fp32),
+        engine=EngineConfig(disk_folder=None if disk_folder is None else str(disk_folder)),
+    )
     return layerferry.load(model, config=config, plan=plan, backend=CudaBackend())
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from layerferry.backends.cuda import device_count
+from layerferry.config import OptimConfig
 from layerferry.engine.oracle import loss_and_gradients
 from layerferry.objectives import CrossEntropy
 from layerferry.plan import Plan
@@ -88,6 +90,29 @@ def test_inputs_at_the_host_and_kept_attention_change_no_bit(compiled: bool) -> 
                 found.append([engine.store.master(u, e) for u in engine.store.units for e in u.layout.entries])
                 engine.close()
             assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_8bit"])
+def test_state_on_a_disk_changes_no_bit(optim: str, tmp_path: Path) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = []
+        for on_disk in ((), (2, 3), tuple(range(7))):
+            plan = Plan(num_slots=3, compile=True, on_disk=on_disk)
+            config = OptimConfig(optim=optim)
+            engine = engine_of(model_of("llama", torch.bfloat16), plan, optim=config, disk_folder=tmp_path)
+            for number in range(3):
+                engine.step(batches(seed=number), lr=1e-3)
+            engine.settle()
+            masters = []
+            for unit in engine.store.units:
+                with engine.store.at_hand(unit):
+                    masters += [engine.store.master(unit, entry).clone() for entry in unit.layout.entries]
+            found.append(masters)
+            engine.close()
+        assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found, strict=True))
     finally:
         torch.use_deterministic_algorithms(False)
 
