@@ -143,6 +143,24 @@ def test_streams_and_events_stay_behind_the_seam() -> None:
     assert all(file.startswith("backends/") or file in ("engine/feed.py", "engine/drain.py") for file in uses(streams))
 
 
+WRITES = {
+    *("open", "write_text", "write_bytes", "touch", "mkdir", "unlink", "rmdir", "rename", "replace_file", "write_file", "Files"),
+    *("mkdtemp", "mkstemp", "NamedTemporaryFile", "rmtree", "copyfile", "copytree", "symlink_to", "savefig", "dump"),
+}
+
+
+def test_a_run_writes_its_files_through_one_door() -> None:
+    """By another the folder of a successor would be written into (``trainer/output.py``). Pictures are drawn in memory."""
+    found = set()
+    for path in sorted((PACKAGE / "trainer").glob("*.py")):
+        for node in ast.walk(tree_of(path)):
+            called = node.func if isinstance(node, ast.Call) else None
+            name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", None)
+            if name in WRITES:
+                found.add((path.name, name))
+    assert {one for one in found if one[0] != "output.py"} == {("plots.py", "savefig")}, found
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_a_file_is_short_and_says_what_it_is_for(path: Path) -> None:
     text = path.read_text(encoding="utf-8")

@@ -197,5 +197,10 @@ def element_names(engine: Engine) -> dict[str, str]:
     return found
 
 
+def trained_names(engine: Engine) -> tuple[str, ...]:
+    """What the optimizer changes, by the model's names."""
+    return tuple(sorted(unit.names[entry.name] for unit in engine.store.units for entry in unit.layout.entries if entry.trained))
+
+
 def _file(name: str, tensors: list[TensorToWrite]) -> FileToWrite:
     return FileToWrite(name=name, header=header_of(tensors, {"format": "pt"}), tensors=tuple(tensors))

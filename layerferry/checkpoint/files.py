@@ -1,9 +1,10 @@
-"""The only door between a checkpoint and the disk: twelve primitives, each of which a test can make fail or be the last.
+"""The only door between the files of a run and the disk: thirteen primitives, each of which a test can make fail or be the last.
 
-Nothing here retries or repairs. Files are made with the user's umask (no ``mkstemp``, whose files are private). Large files pass
-by the page cache (``O_DIRECT``): the host memory belongs to the planes, and the kernel copies nothing. Where a file system
-cannot do that, every write is flushed and dropped from the cache at once, so unwritten pages never pile up. Checked by
-``tests/checkpoint/test_files.py``; broken on purpose by ``tests/checkpoint/faults.py``.
+A run that has locked its folder goes through ``lock.LockedFiles``. Nothing here retries or repairs. Files are made with the
+user's umask (no ``mkstemp``, whose files are private). Large files pass by the page cache (``O_DIRECT``): the host memory belongs
+to the planes, and the kernel copies nothing. Where a file system cannot do that, every write is flushed and dropped from the
+cache at once, so unwritten pages never pile up. Checked by ``tests/checkpoint/test_files.py``; broken on purpose by
+``tests/checkpoint/faults.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ALIGN_BYTES = 4096
 """Address, position and length of a write past the page cache are multiples of the disk's block; no disk's is larger."""
 
 PRIMITIVES = (
-    *("make_folder", "create", "create_large", "write", "write_at", "truncate", "sync", "close"),
+    *("make_folder", "create", "create_large", "open_to_append", "write", "write_at", "truncate", "sync", "close"),
     *("rename", "sync_folder", "remove", "free_bytes"),
 )
 """Names of the operations that change or ask the disk: where faults are injected."""
@@ -31,6 +32,9 @@ PRIMITIVES = (
 
 class Files:
     """The real disk. Safe to use from any thread; a descriptor belongs to whoever created it."""
+
+    def check(self) -> None:
+        """``OSError`` where the folder that they are written into is no longer the writer's (``lock.LockedFiles``)."""
 
     def make_folder(self, path: Path) -> None:
         os.mkdir(path)
@@ -48,6 +52,11 @@ class Files:
             if error.errno != errno.EINVAL:
                 raise
         path.unlink(missing_ok=True)  # some systems have made it before they refuse
+        return os.open(path, flags, 0o666)
+
+    def open_to_append(self, path: Path) -> int:
+        """What is written comes behind what is there, if anything: never through a link, and no pipe is waited for."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         return os.open(path, flags, 0o666)
 
     def write(self, descriptor: int, piece: memoryview) -> int:

@@ -4,7 +4,7 @@
 the decision, so a crash leaves nothing to clean up. Where the file system has no locks (some network mounts), pid and host
 decide: an owner on this host that no longer runs is gone. The file is written in place, so it must be a plain file with one
 name: a link would have its target emptied. A folder that is moved takes its lock along, and writing by path would then fill
-another run's: so whoever writes asks ``check`` first. Checked by ``tests/checkpoint/test_lock.py``.
+another run's: so a run writes through ``LockedFiles``, which look first. Checked by ``tests/checkpoint/test_lock.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from layerferry.checkpoint.files import reason_of
+from layerferry.checkpoint.files import Files, reason_of
 from layerferry.errors import ConfigError
 
 LOCK = ".layerferry.lock"
@@ -132,6 +132,41 @@ class FolderLock:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+class LockedFiles(Files):
+    """The disk of a run that has locked its folder: nothing is made, renamed or removed once the path leads elsewhere. What is
+    written by descriptor needs no look: it goes into the file that was made."""
+
+    def __init__(self, lock: FolderLock) -> None:
+        self._lock = lock
+
+    def check(self) -> None:
+        self._lock.check()
+
+    def make_folder(self, path: Path) -> None:
+        self.check()
+        super().make_folder(path)
+
+    def create(self, path: Path) -> int:
+        self.check()
+        return super().create(path)
+
+    def create_large(self, path: Path) -> int:
+        self.check()
+        return super().create_large(path)
+
+    def open_to_append(self, path: Path) -> int:
+        self.check()
+        return super().open_to_append(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self.check()
+        super().rename(source, target)
+
+    def remove(self, path: Path) -> None:
+        self.check()
+        super().remove(path)
 
 
 def _owner(descriptor: int) -> dict[str, object]:

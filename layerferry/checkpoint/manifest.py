@@ -50,6 +50,8 @@ class Manifest:
     """False: the model only (``save_only_model``)."""
     state_planes: Mapping[str, str]
     """The optimizer's planes, name to element type as safetensors calls it."""
+    trained: tuple[str, ...] | None
+    """Names of the trained parameters; None: written before they were recorded."""
     files: Mapping[str, FileRecord]
     versions: Mapping[str, str]
 
@@ -61,6 +63,7 @@ class Manifest:
             "step": self.step,
             "resumable": self.resumable,
             "state_planes": dict(self.state_planes),
+            "trained": None if self.trained is None else list(self.trained),
             "chunk_bytes": CHUNK_BYTES,
             "files": {name: {"bytes": one.num_bytes, "crc32": list(one.sums)} for name, one in sorted(self.files.items())},
             "versions": dict(self.versions),
@@ -105,6 +108,7 @@ class Manifest:
             step=body["step"],
             resumable=body["resumable"],
             state_planes=body["state_planes"],
+            trained=None if body.get("trained") is None else tuple(body["trained"]),
             files=files,
             versions=body["versions"],
         )
@@ -117,7 +121,12 @@ class Manifest:
                 found = path.lstat()
             except OSError as error:
                 raise CheckpointError(f"{path}: missing, or not readable: {error.strerror}") from error
-            if path.is_symlink() or not path.is_file():
+            if path.is_symlink():  # as in the Hugging Face hub's cache
+                raise CheckpointError(
+                    f"{path}: a link, and links are not followed: copy the folder with `cp -rL {folder} COPY`, and name the copy "
+                    "as resume_from_checkpoint"
+                )
+            if not path.is_file():
                 raise CheckpointError(f"{path}: not a file of its own")
             if found.st_size != record.num_bytes:
                 raise CheckpointError(f"{path}: {found.st_size} bytes, written were {record.num_bytes}: truncated or foreign")
@@ -151,6 +160,7 @@ def _first_wrong(body: Mapping[str, Any]) -> str | None:
         "step": _is_count,
         "resumable": lambda v: isinstance(v, bool),
         "state_planes": _is_texts,
+        "trained": lambda v: v is None or (isinstance(v, list) and all(isinstance(name, str) for name in v)),
         "chunk_bytes": lambda v: v == CHUNK_BYTES,
         "files": lambda v: isinstance(v, dict) and all(_NAME.fullmatch(name) and _is_record(one) for name, one in v.items()),
         "versions": _is_texts,

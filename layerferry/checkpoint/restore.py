@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from layerferry.checkpoint.contents import CODES, SEPARATOR, element_names, exponents_of
+from layerferry.checkpoint.contents import CODES, SEPARATOR, element_names, exponents_of, trained_names
 from layerferry.checkpoint.manifest import Manifest
 from layerferry.engine.engine import Engine
 from layerferry.errors import CheckpointError
@@ -50,6 +50,7 @@ def check_weights(folder: Path, manifest: Manifest) -> None:
 def restore(engine: Engine, folder: Path, manifest: Manifest) -> None:
     """Residues, optimizer planes and step number; the weights are there already."""
     _check_optimizer(engine, folder, manifest)
+    _check_trained(engine, folder, manifest)
     state = _State(folder, manifest)
     with ThreadPoolExecutor(max_workers=4, thread_name_prefix="verify") as pool:
         state.check_names(engine, pool)
@@ -117,7 +118,7 @@ class _State:
         return SEPARATOR.join((kind, parameter)) in self._home
 
     def check_names(self, engine: Engine, pool: ThreadPoolExecutor) -> None:
-        """The same trained parameters, and every plane of each: no more, no less. A name that a flipped bit has changed is
+        """Every plane of each trained parameter: no more, no less. A name that a flipped bit has changed is
         damage, so the files are summed before anything else is said."""
         entries = [(unit.names[entry.name], entry) for unit in engine.store.units for entry in unit.layout.entries]
         expected = set()
@@ -126,13 +127,6 @@ class _State:
             for one in (kind, exponents_of(kind)) if dtype == CODES else (kind,):
                 expected |= {SEPARATOR.join((one, name)) for name, entry in entries if spec.takes(entry)}
         residues = {SEPARATOR.join((RESIDUE, name)) for name, entry in entries if entry.trained}
-        if any(name.split(SEPARATOR, 1)[0] == RESIDUE for name in self._home):  # else masters were whole, or bf16: none has one
-            expected |= {
-                SEPARATOR.join((RESIDUE, unit.names[entry.name]))
-                for unit in engine.store.units
-                for entry in unit.layout.entries
-                if entry.trained and engine.store.plane(unit, RESIDUE).holds(entry)
-            }
         missing = sorted(expected - set(self._home))
         surplus = sorted(set(self._home) - expected - residues)
         if missing or surplus:
@@ -176,6 +170,25 @@ def _check_optimizer(engine: Engine, folder: Path, manifest: Manifest) -> None:
         )
     if own != saved:
         logger.warning("%s: moments are converted: %s becomes %s", folder, _planes(saved), _planes(own))
+
+
+def _check_trained(engine: Engine, folder: Path, manifest: Manifest) -> None:
+    """The very parameters must be trained that were, whatever the optimizer keeps of them: plain SGD on whole masters keeps
+    nothing, and then no missing name would tell."""
+    own, saved = set(trained_names(engine)), set(manifest.trained or ())
+    if manifest.trained is None or own == saved:
+        return
+    sides = {"only it": saved - own, "only this run": own - saved}
+    differences = [f"{which} {_some(names)}" for which, names in sides.items() if names]
+    raise OtherState(
+        f"{folder}: another model, or other trained parameters: {'; '.join(differences)}: resume with the finetuning_type and "
+        "freeze_... of the run, or start anew from its weights (model_name_or_path)"
+    )
+
+
+def _some(names: set[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"trains {min(names)}{more}"
 
 
 def _planes(planes: Mapping[str, str]) -> str:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from layerferry.backends.base import Fence, Lane
 from layerferry.checkpoint.checksum import sums_of
-from layerferry.checkpoint.contents import Contents, Piece, element_names
+from layerferry.checkpoint.contents import Contents, Piece, element_names, trained_names
 from layerferry.checkpoint.copies import Room
 from layerferry.checkpoint.files import Files, reason_of, write_file
 from layerferry.checkpoint.folders import LATEST, PARTIAL, REPLACED, Latest, Line, name_of, remove_old, write_latest
@@ -81,16 +81,15 @@ class Saver:
         model_only: bool = False,
         files: Files | None = None,
         spare_bytes: Callable[[], int] = lambda: 0,
-        check_folder: Callable[[], None] = lambda: None,
     ) -> None:
         """``line``: the runs that ``run`` goes on from (``folders``). ``spare_bytes``: host memory that copies may take, asked
-        when a checkpoint begins. ``check_folder`` raises ``OSError`` where ``output_dir`` is no longer this run's (``lock``)."""
+        when a checkpoint begins."""
         self._engine, self._output_dir, self._keep = engine, output_dir, keep
         self._run, self._line = run, line
         self._model_only = model_only
         self._files = files or Files()
         self._contents = Contents(engine, model_only=model_only)
-        self._spare_bytes, self._check_folder = spare_bytes, check_folder
+        self._spare_bytes = spare_bytes
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._disk_threads = disk_threads()
         self._lock = threading.Lock()
@@ -140,7 +139,7 @@ class Saver:
         self._end_pruning()  # its room is counted on
         folder = self._output_dir / name_of(step)
         try:
-            self._check_folder()
+            self._files.check()
             self.check_space(more_bytes=sum(map(len, small_files.values())))
         except (CheckpointError, OSError) as error:
             self._pending = Future()
@@ -207,7 +206,6 @@ class Saver:
                     _let_go(hold, self._engine.backend.record(Lane.HOST))
         except (OSError, CheckpointError) as error:
             with suppress(OSError):
-                self._check_folder()  # else it is the half of another run
                 self._files.remove(partial)
             return _failed(folder, begin, error)
         note = self._tidy(folder, step)
@@ -224,7 +222,6 @@ class Saver:
     def _tidy(self, folder: Path, step: int) -> str | None:
         """What follows a checkpoint that is whole: ``latest`` moves, old ones go. A fault here costs nothing but room."""
         try:
-            self._check_folder()
             latest = Latest(run=self._run, line=self._line, checkpoint=folder.name)
             write_latest(self._files, self._output_dir, latest)
             self._remove_old(latest, unproven=step)
@@ -235,7 +232,6 @@ class Saver:
     def _prune(self) -> None:
         """What only an unproven checkpoint has kept goes."""
         try:
-            self._check_folder()
             self._remove_old(Latest(run=self._run, line=self._line, checkpoint=None), unproven=None)
         except OSError as error:
             logger.warning("%s: earlier checkpoints could not be removed: %s", self._output_dir, reason_of(error))
@@ -260,6 +256,7 @@ class Saver:
             step=step,
             resumable=not self._model_only,
             state_planes=element_names(self._engine),
+            trained=trained_names(self._engine),
             files=records,
             versions={"layerferry": VERSION, "torch": str(torch.__version__)},
         )
@@ -341,7 +338,6 @@ class Saver:
             self.bytes_written += num_bytes
 
     def _put_in_place(self, partial: Path, folder: Path) -> None:
-        self._check_folder()
         if os.path.lexists(folder):  # of an earlier run, or of the run before it was taken up at an older checkpoint
             hidden = self._output_dir / f"{REPLACED}{folder.name}"
             self._files.remove(hidden)

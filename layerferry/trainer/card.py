@@ -17,6 +17,7 @@ from layerferry.optim.muon import DEFAULT_MOMENTUM
 from layerferry.trainer.history import Entry
 from layerferry.version import VERSION
 
+CARD = "README.md"
 PACKAGES = ("transformers", "torch", "tokenizers")
 
 

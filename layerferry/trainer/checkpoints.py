@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,8 +19,8 @@ from layerferry.engine.engine import Engine
 from layerferry.engine.pretrained import save_tokenizer
 from layerferry.errors import CheckpointError, LayerFerryError
 from layerferry.plan import size_text
-from layerferry.trainer.folder import whole_files
 from layerferry.trainer.history import STATE_NAME, History
+from layerferry.trainer.output import OutputFolder
 from layerferry.trainer.state import RunState
 
 logger = logging.getLogger("layerferry.trainer")
@@ -38,53 +37,58 @@ class ModelSaver(Protocol):
     def save_pretrained(self, folder: Path) -> None: ...
 
 
-def _nothing() -> None: ...
-
-
-def save_model(folder: Path, engine: ModelSaver, check_folder: Callable[[], None] = _nothing) -> None:
-    """Write the trained model into the output folder, where ``check_folder`` finds it to be this run's still."""
+def save_model(output: OutputFolder, engine: ModelSaver) -> None:
+    """Write the trained model into the output folder."""
     engine.settle()
     try:
-        check_folder()
-        with whole_files(folder) as filled:
+        with output.filling() as filled:
             engine.save_pretrained(filled)
     except (OSError, CheckpointError) as error:
         reason = reason_of(error) if isinstance(error, OSError) else error
         reason = str(reason).rstrip(".")
-        remedy = how_to_go_on(folder, check_folder)
-        raise LayerFerryError(f"the trained model could not be saved into {folder}: {reason}; {remedy}") from error
+        where = f"the trained model could not be saved into {output.path}"
+        raise LayerFerryError(f"{where}: {reason}; {how_to_go_on(output)}") from error
 
 
-def save_tokenizer_beside(folder: Path, tokenizer: Any) -> None:
+def save_tokenizer_beside(output: OutputFolder, tokenizer: Any) -> None:
     """Write the tokenizer beside the model; ``OSError``. It comes last and alone: weights must not be lost for want of what every
     copy of the model has."""
     if tokenizer is not None:
-        with whole_files(folder) as filled:
+        with output.filling() as filled:
             save_tokenizer(tokenizer, filled)
 
 
-def how_to_go_on(folder: Path, check_folder: Callable[[], None] = _nothing) -> str:
+def how_to_go_on(output: OutputFolder) -> str:
     """What the newest checkpoint that can be resumed is good for."""
-    try:
-        check_folder()
-    except FolderMoved:
-        return f"with output_dir naming where it is now, the same command goes on from the newest checkpoint in it {WITHOUT}"
-    except OSError:
-        pass  # what is there still, if anything, is looked at
-    if not folder.is_dir():
-        return "when it is back, the same command goes on from the newest checkpoint in it " + WITHOUT
+    folder = output.path
+    if (elsewhere := _elsewhere(output)) is not None:
+        return f"{elsewhere}, the same command goes on from the newest checkpoint in it {WITHOUT}"
     newest = newest_resumable(on_line(folder, read_latest(folder)))
     if newest is None:
         return "the same command starts anew, for no checkpoint can be resumed"
     return f"the same command goes on from {newest.name} {WITHOUT}"
 
 
-def behind_a_spoilt_step(folder: Path, step: int) -> str:
+def _elsewhere(output: OutputFolder) -> str | None:
+    """What must be done before the folder's checkpoints can be named; None: they are where they were."""
+    try:
+        output.files.check()
+    except FolderMoved:
+        return "with output_dir naming where it is now"
+    except OSError:
+        pass  # what is there still, if anything, is looked at
+    return None if output.path.is_dir() else "when it is back"
+
+
+def behind_a_spoilt_step(output: OutputFolder, step: int) -> str:
     """From where to go on when the step after ``step`` was not finite, and was taken or one of too many that were skipped.
 
     A checkpoint is proven by the step behind it: those before ``step`` have seen a finite loss, that of ``step`` has not, for its
     weights may be what made it.
     """
+    folder = output.path
+    if (elsewhere := _elsewhere(output)) is not None:
+        return f"{elsewhere}, go on from its newest checkpoint before checkpoint-{step}: resume_from_checkpoint names it"
     found = [(path, manifest) for path, manifest in on_line(folder, read_latest(folder)) if manifest and manifest.resumable]
     proven = next((path for path, manifest in found if manifest and manifest.step < step), None)
     suspect = next((f"{path.name} may be spoilt too" for path, manifest in found if manifest and manifest.step == step), None)

@@ -1,33 +1,30 @@
-"""The output folder: whether it may be used, and how files get into it whole.
+"""The output folder: whether it may be used, what a run clears away when it begins, and what it misses at the end.
 
 It is locked and tried before anything else: an unwritable place, a directory where a file belongs, another run or its
-results are found in a second instead of after an hour. Trying leaves nothing behind. Whatever is large is written into a hidden
-folder inside the output folder, on the same file system, and moved at the end. Checked by ``tests/trainer/test_folder.py``.
+results are found in a second instead of after an hour. Trying leaves nothing behind. Leaves out: how files get there
+(``output``). Checked by ``tests/trainer/test_folder.py``.
 """
 
 from __future__ import annotations
 
 import logging
-import re
-import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from layerferry.checkpoint.files import Files, reason_of
-from layerferry.checkpoint.folders import LATEST, PARTIAL, clear_leftovers, put_back
-from layerferry.checkpoint.lock import FolderLock
+from layerferry.checkpoint.files import reason_of
+from layerferry.checkpoint.folders import LATEST, clear_leftovers, put_back
+from layerferry.checkpoint.lock import FolderLock, LockedFiles
 from layerferry.config import TrainConfig
 from layerferry.errors import ConfigError, LayerFerryError
-from layerferry.store.safetensors_file import INDEX_FILE, SINGLE_FILE
 from layerferry.trainer.history import ALL_RESULTS, LOG_NAME
+from layerferry.trainer.output import OutputFolder
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin"}
 OWN_SUFFIXES = {".json", ".jsonl", ".jinja", ".md", ".png", ".safetensors"}
 """Of the files that a run leaves in its folder."""
-_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 logger = logging.getLogger("layerferry.trainer")
 
@@ -44,7 +41,7 @@ def claim(config: TrainConfig) -> FolderLock:
             file.write(b"layerferry")
         for path in sorted(folder.iterdir()):
             _check_place(path)
-        for path in put_back(Files(), folder):
+        for path in put_back(LockedFiles(lock), folder):
             logger.info("%s: put back; the run before was killed while it replaced it", path)
     except OSError as error:
         lock.close()
@@ -87,48 +84,19 @@ def _is_weights(path: Path) -> bool:
     return path.is_file() and path.suffix in WEIGHT_SUFFIXES and path.name != "training_args.bin"
 
 
-def _is_model(name: str) -> bool:
-    return name in (INDEX_FILE, SINGLE_FILE) or _SHARD.fullmatch(name) is not None
-
-
-def open_folder(config: TrainConfig, *, resumes: bool = False) -> Path:
-    """Make the folder, without the leftovers of a run that was killed. A run that trains anew, and does not resume, begins
-    without an earlier log; one that only evaluates adds to what is there."""
-    folder = Path(config.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    if config.do_train and not resumes:
-        (folder / LOG_NAME).unlink(missing_ok=True)
-    if config.do_train:
-        (folder / ALL_RESULTS).unlink(missing_ok=True)
-    for path, error in clear_leftovers(Files(), folder).items():
-        logger.warning("%s, a leftover of a run that was killed, cannot be removed: %s", path, reason_of(error))
-    return folder
-
-
-@contextmanager
-def whole_files(folder: Path) -> Iterator[Path]:
-    """A folder to fill whose files are moved into ``folder`` when all went well.
-
-    What tells readers which weights there are (one file, or an index) is moved last, and where shards come an earlier one goes
-    first: a kill in between leaves a folder that says it has no model, never one that loads half of another. Weights of an
-    earlier run that the new ones do not replace are removed: transformers would take a single file before an index.
-    """
-    work = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=folder))
+def clear(output: OutputFolder, config: TrainConfig, *, resumes: bool = False) -> None:
+    """Take away the leftovers of a run that was killed. A run that trains anew, and does not resume, begins without an earlier
+    log; one that only evaluates adds to what is there. ``ConfigError`` where the disk refuses."""
     try:
-        yield work
-        new = sorted(path.name for path in work.iterdir())
-        stale = [path for path in sorted(folder.iterdir()) if _is_model(path.name) and path.name not in new]
-        doors = [name for name in (INDEX_FILE, SINGLE_FILE) if name in new]
-        if INDEX_FILE in doors:
-            (folder / INDEX_FILE).unlink(missing_ok=True)
-            (folder / SINGLE_FILE).unlink(missing_ok=True)
-        for name in (*(name for name in new if name not in doors), *doors):
-            (work / name).replace(folder / name)
-        for path in stale if doors else ():
-            path.unlink(missing_ok=True)
-        Files().sync_folder(folder)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+        output.files.check()
+        if config.do_train and not resumes:
+            output.remove(LOG_NAME)
+        if config.do_train:
+            output.remove(ALL_RESULTS)
+    except OSError as error:
+        raise ConfigError(f"output_dir: {output.path} cannot be written: {reason_of(error)}") from error
+    for path, fault in clear_leftovers(output.files, output.path).items():
+        logger.warning("%s, a leftover of a run that was killed, cannot be removed: %s", path, reason_of(fault))
 
 
 class Records:

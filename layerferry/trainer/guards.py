@@ -12,7 +12,6 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from layerferry.data import StepBatch
@@ -20,7 +19,7 @@ from layerferry.engine.anomaly import NonFinite
 from layerferry.engine.arrivals import SpoiltStep
 from layerferry.engine.engine import StepReport
 from layerferry.errors import LayerFerryError
-from layerferry.trainer.history import write_json
+from layerferry.trainer.output import OutputFolder
 from layerferry.trainer.state import Totals
 
 logger = logging.getLogger("layerferry.trainer")
@@ -40,9 +39,9 @@ class TooManySkips(LayerFerryError):
 class SkipGuard:
     """Counts skipped steps in ``totals``. Written by the loop only."""
 
-    def __init__(self, folder: Path, most: int, totals: Totals, batches: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, output: OutputFolder, most: int, totals: Totals, batches: Sequence[Mapping[str, Any]] = ()) -> None:
         """``batches``: those of the steps before, in a run that goes on."""
-        self._folder, self._most, self._totals = folder, most, totals
+        self._output, self._most, self._totals = output, most, totals
         self.batches = [dict(batch) for batch in batches]
         """Of the steps in a row that were not finite."""
 
@@ -62,10 +61,10 @@ class SkipGuard:
         if len(self.batches) <= self._most:
             return
         try:
-            write_json(self._folder / SKIPPED, {"batches": self.batches})
-            where = f"their rows are in {self._folder / SKIPPED}"
+            self._output.write_json(SKIPPED, {"batches": self.batches})
+            where = f"their rows are in {self._output.path / SKIPPED}"
         except OSError as error:
-            where = f"their rows could not be written ({error.strerror}); those of the last: {shown(batch.sample_ids)}"
+            where = f"their rows could not be written ({error.strerror or error}); those of the last: {shown(batch.sample_ids)}"
         raise (TooManySkips if report.num_targets else LayerFerryError)(
             f"{len(self.batches)} steps in a row after step {totals.step} were not finite ({reason}); {where}. "
             "A lower learning_rate or more warm-up may help; detect_anomaly: true names the layer"

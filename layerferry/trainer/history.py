@@ -3,7 +3,8 @@
 ``trainer_log.jsonl`` gets a line whenever something is logged, so that it can be followed while the run goes on;
 ``trainer_state.json`` (Hugging Face's ``TrainerState``) and the ``*_results.json`` are written whole. Numbers are not
 rounded, except where LLaMA-Factory rounds too. A number that is not finite is written as ``null``: NaN is no JSON.
-Leaves out: curves (``plots``), trackers (``reporters``). Checked by ``tests/trainer/test_history.py``.
+Leaves out: how files get there (``output``), curves (``plots``), trackers (``reporters``).
+Checked by ``tests/trainer/test_history.py``.
 """
 
 from __future__ import annotations
@@ -11,22 +12,19 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-from layerferry.checkpoint.files import Files, read_small, replace_file
+from layerferry.checkpoint.files import read_small
 from layerferry.config import TrainConfig
 from layerferry.trainer.cadence import Cadence
+from layerferry.trainer.output import OutputFolder, json_line, json_text
 
 logger = logging.getLogger("layerferry.trainer")
 
 LOG_NAME = "trainer_log.jsonl"
-LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""Lines are added in place: never through a link, and no pipe is waited for."""
 STATE_NAME = "trainer_state.json"
 ALL_RESULTS = "all_results.json"
 MAX_RESULTS_BYTES = 1 << 24
@@ -42,15 +40,13 @@ class History:
         self,
         config: TrainConfig,
         cadence: Cadence,
+        output: OutputFolder,
         *,
         clock: Callable[[], float] = time.monotonic,
-        check_folder: Callable[[], None] = lambda: None,
     ) -> None:
-        """``check_folder`` raises ``OSError`` where ``output_dir`` is no longer this run's."""
         self._config = config
         self._cadence = cadence
-        self._folder = Path(config.output_dir)
-        self._clock, self._check_folder = clock, check_folder
+        self._output, self._clock = output, clock
         self._start_s = clock()
         self._first_done: tuple[int, float] | None = None
         """Number of this process's first step, and when it was done."""
@@ -81,32 +77,28 @@ class History:
         if self._config.include_num_input_tokens_seen:
             entry["num_input_tokens_seen"] = self.tokens_seen
         self.entries.append(entry)
-        self.log_lines.append(json.dumps(_finite(self._log_line(entry))) + "\n")
-        self._write_log("a", self.log_lines[-1:])
+        self.log_lines.append(json_line(self._log_line(entry)))
+        self._write_log(self.log_lines[-1:])
         return entry
 
     def take_up(self, entries: list[Entry], log_lines: list[str], *, tokens_seen: int, total_flops: float) -> None:
         """Go on from the record of a checkpoint: what a log had beyond it is forgotten."""
         self.entries, self.log_lines = list(entries), list(log_lines)
         self.tokens_seen, self.total_flops = tokens_seen, total_flops
-        self._write_log("w", self.log_lines)
+        self._write_log()
 
-    def _write_log(self, mode: str, lines: list[str]) -> None:
-        """A disk that takes no lines costs the file, not the run; the next line that can be written brings the lost ones."""
-        if not self._log_is_written:
-            mode, lines = "w", self.log_lines
+    def _write_log(self, more: list[str] | None = None) -> None:
+        """Add ``more``; None: write every line anew. A disk that takes no lines costs the file, not the run; the next line that
+        can be written brings the lost ones."""
         try:
-            self._check_folder()
-            if mode == "w":
-                replace_file(Files(), self._folder / LOG_NAME, "".join(lines).encode("utf-8"))
+            if more is None or not self._log_is_written:
+                self._output.write(LOG_NAME, "".join(self.log_lines).encode("utf-8"))
             else:
-                descriptor = os.open(self._folder / LOG_NAME, LOG_FLAGS, 0o666)
-                with open(descriptor, "w", encoding="utf-8") as file:
-                    file.writelines(lines)
+                self._output.append(LOG_NAME, "".join(more))
             self._log_is_written = True
         except OSError as error:
             if self._log_is_written:
-                logger.error("%s cannot be written: %s; training goes on", self._folder / LOG_NAME, error.strerror or error)
+                logger.error("%s cannot be written: %s; training goes on", self._output.path / LOG_NAME, error.strerror or error)
             self._log_is_written = False
 
     def _log_line(self, entry: Entry) -> dict[str, Any]:
@@ -134,10 +126,9 @@ class History:
         first, done_s = self._first_done
         return clock_time((self._clock() - done_s) / (step - first) * steps_left)
 
-    def write_state(self, folder: Path) -> None:
+    def write_state(self) -> None:
         """Write trainer_state.json into the output folder."""
-        self._check_folder()
-        write_json(folder / STATE_NAME, self._state())
+        self._output.write_json(STATE_NAME, self._state())
 
     def state_bytes(self) -> bytes:
         """The content of trainer_state.json, for a checkpoint."""
@@ -170,14 +161,13 @@ class History:
 
     def write_results(self, split: str, metrics: Mapping[str, float]) -> None:
         """Write ``<split>_results.json`` and merge it into all_results.json."""
-        self._check_folder()
-        write_json(self._folder / f"{split}_results.json", metrics, sort_keys=True)
-        write_json(self._folder / ALL_RESULTS, {**self._earlier_results(), **metrics}, sort_keys=True)
+        self._output.write_json(f"{split}_results.json", metrics, sort_keys=True)
+        self._output.write_json(ALL_RESULTS, {**self._earlier_results(), **metrics}, sort_keys=True)
 
     def _earlier_results(self) -> dict[str, Any]:
         """What all_results.json holds; nothing where it cannot be read."""
         try:
-            found = json.loads(read_small(self._folder / ALL_RESULTS, MAX_RESULTS_BYTES).decode("utf-8"))
+            found = json.loads(read_small(self._output.path / ALL_RESULTS, MAX_RESULTS_BYTES).decode("utf-8"))
         except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
@@ -186,23 +176,3 @@ class History:
 def clock_time(seconds: float) -> str:
     """``1:02:03``, as LLaMA-Factory writes it."""
     return str(timedelta(seconds=int(seconds)))
-
-
-def write_json(path: Path, value: Mapping[str, Any], *, sort_keys: bool = False) -> None:
-    """Write a JSON file that is either the old one or the new one, whole."""
-    replace_file(Files(), path, json_text(value, sort_keys=sort_keys).encode("utf-8"))
-
-
-def json_text(value: Mapping[str, Any], *, sort_keys: bool = False) -> str:
-    """``value`` as JSON, with null for numbers that are not finite."""
-    return json.dumps(_finite(value), indent=2, sort_keys=sort_keys) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return value

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from layerferry.trainer.guards import SkipGuard, SpikeGuard, TooManySkips, named
 from layerferry.trainer.history import Entry, History
 from layerferry.trainer.interrupts import Interrupts
 from layerferry.trainer.meter import Meter, Work, model_flops
+from layerferry.trainer.output import OutputFolder
 from layerferry.trainer.progress import Progress, View, counter, host_resident_bytes
 from layerferry.trainer.reporters import Reporter
 from layerferry.trainer.state import RunState, Totals, data_facts, eval_facts, rounding_of, settings_of
@@ -55,6 +55,7 @@ class Loop:
     sampler: Sampler
     schedule: Schedule
     cadence: Cadence
+    output: OutputFolder
     history: History
     checkpoints: Checkpoints
     reporters: list[Reporter]
@@ -74,15 +75,12 @@ class Loop:
     """The lane that this thread waits for now."""
     disk: DiskWatch | None = None
     """None: nothing is @disk."""
-    check_folder: Callable[[], None] = lambda: None
-    """Raises ``OSError`` where the output folder is no longer this run's."""
     retreat: Callable[[int], None] | None = None
     """Gives the engine a smaller plan after so many steps, or raises; None: out of device memory is the end."""
 
     def __post_init__(self) -> None:
         train = self.config.train
-        self._folder = Path(train.output_dir)
-        self._skips = SkipGuard(self._folder, train.max_skipped_steps, self.totals, self.skipped_batches)
+        self._skips = SkipGuard(self.output, train.max_skipped_steps, self.totals, self.skipped_batches)
         self._spikes = SpikeGuard()
         self._first_step = self.totals.step
         self._num_evaluated = 0
@@ -106,7 +104,7 @@ class Loop:
                 return self._finish(self.sampler.epochs_done(self.cursor))
             except (SpoiltStep, TooManySkips) as error:
                 self.checkpoints.report(wait=True)
-                raise LayerFerryError(f"{error}. {behind_a_spoilt_step(self._folder, self.totals.step)}") from error
+                raise LayerFerryError(f"{error}. {behind_a_spoilt_step(self.output, self.totals.step)}") from error
             finally:
                 self.checkpoints.report(wait=True)  # also where the run ends in an error: the state before it is not lost
 
@@ -240,7 +238,7 @@ class Loop:
         step = self.totals.step
         self.checkpoints.save(step, self.state(), self.history)
         self.checkpoints.report(wait=True)
-        name, remedy = self.checkpoints.name(step), how_to_go_on(self._folder, self.check_folder)
+        name, remedy = self.checkpoints.name(step), how_to_go_on(self.output)
         if not self.checkpoints.is_whole(step):
             return f"stopped after step {step}, and {name} could not be saved: {remedy}"
         if self.config.train.save_only_model:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layerferry.checkpoint.files import Files, replace_file
 from layerferry.trainer.history import Entry
+from layerferry.trainer.output import OutputFolder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,17 +25,17 @@ FEW_POINTS = 40
 """Up to so many points each is marked."""
 
 
-def plot_history(entries: Sequence[Entry], folder: Path, *, title: str) -> list[Path]:
-    """Draw the training loss and every evaluation loss that the history holds; return the files."""
+def plot_history(entries: Sequence[Entry], output: OutputFolder, *, title: str) -> list[str]:
+    """Draw the training loss and every evaluation loss that the history holds; return the files' names."""
     keys = ["loss", *sorted({key for entry in entries for key in entry if key.startswith("eval_") and key.endswith("loss")})]
-    drawn: list[Path] = []
+    drawn: list[str] = []
     for key in keys:
         steps = [int(entry["step"]) for entry in entries if key in entry and math.isfinite(entry[key])]
         values = [entry[key] for entry in entries if key in entry and math.isfinite(entry[key])]
         if values:
-            path = folder / f"training_{key.replace('/', '_')}.png"
-            _draw(path, steps, values, label=key.replace("_", " "), title=title)
-            drawn.append(path)
+            name = f"training_{key.replace('/', '_')}.png"
+            output.write(name, _picture(steps, values, label=key.replace("_", " "), title=title))
+            drawn.append(name)
     return drawn
 
 
@@ -51,7 +50,7 @@ def smooth(values: Sequence[float]) -> list[float]:
     return smoothed
 
 
-def _draw(path: Path, steps: Sequence[int], values: Sequence[float], *, label: str, title: str) -> None:
+def _picture(steps: Sequence[int], values: Sequence[float], *, label: str, title: str) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -79,11 +78,11 @@ def _draw(path: Path, steps: Sequence[int], values: Sequence[float], *, label: s
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    write_png(figure, path)
+    return png(figure)
 
 
-def write_png(figure: Figure, path: Path) -> None:
-    """``path`` is the old picture or the new one, whole."""
+def png(figure: Figure) -> bytes:
+    """The picture, as a file holds it."""
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png")
-    replace_file(Files(), path, drawn.getvalue())
+    return drawn.getvalue()

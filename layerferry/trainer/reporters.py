@@ -1,13 +1,16 @@
 """Trackers that ``report_to`` names: TensorBoard and Weights & Biases.
 
 Both are optional packages, looked for before a model is loaded and imported when a run begins. Names of metrics are those of
-Hugging Face's trainer: ``train/loss``, ``eval/loss``. Leaves out: model uploads, gradients' histograms.
+Hugging Face's trainer: ``train/loss``, ``eval/loss``. They are others' code and write by themselves, by path: so a ``Minded`` one
+is asked nothing while the run's folder is not where it was, and what it raises costs its entries, not the run.
+Leaves out: model uploads, gradients' histograms.
 Checked by ``tests/trainer/test_reporters.py``.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,10 +19,13 @@ from typing import Any, Protocol
 from layerferry.config import Config
 from layerferry.errors import ConfigError
 from layerferry.trainer.history import Entry
+from layerferry.trainer.output import OutputFolder
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
 """Tracker to the package that it needs."""
 NO_METRIC = {"step", "epoch"}
+
+logger = logging.getLogger("layerferry.trainer")
 
 
 class Reporter(Protocol):
@@ -47,10 +53,47 @@ def tracker_names(report_to: Sequence[str]) -> list[str]:
     return names
 
 
-def open_reporters(names: Sequence[str], config: Config) -> list[Reporter]:
-    """Start the trackers of a run."""
+def open_reporters(names: Sequence[str], config: Config, output: OutputFolder) -> list[Reporter]:
+    """Start the trackers of a run, which write into ``output``; ``ConfigError`` where one does not start."""
     makers: dict[str, Callable[[Config], Reporter]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
-    return [makers[name](config) for name in names]
+    opened: list[Reporter] = []
+    for name in names:
+        try:
+            output.files.check()
+            opened.append(Minded(name, makers[name](config), output.files.check))
+        except Exception as error:
+            for one in opened:
+                one.close()
+            raise ConfigError(f"report_to: {name} does not start: {_told(error)}; report_to: none goes without") from error
+    return opened
+
+
+class Minded:
+    """A tracker that is asked only while ``check`` passes; the first fault is told, and then it is tried again."""
+
+    def __init__(self, name: str, tracker: Reporter, check: Callable[[], None]) -> None:
+        self._name, self._tracker, self._check = name, tracker, check
+        self._has_warned = False
+
+    def report(self, entry: Entry) -> None:
+        self._try(lambda: self._tracker.report(entry))
+
+    def close(self) -> None:
+        self._try(self._tracker.close)
+
+    def _try(self, call: Callable[[], None]) -> None:
+        try:
+            self._check()
+            call()
+        except Exception as error:  # of a package that is not ours: none of it is worth a run
+            if not self._has_warned:
+                self._has_warned = True
+                logger.error("report_to: %s does not take the entries: %s; training goes on", self._name, _told(error))
+
+
+def _told(error: Exception) -> str:
+    """Kind and message on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def tracker_metrics(entry: Entry) -> dict[str, float]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +18,9 @@ from typing import Any
 
 from layerferry import api
 from layerferry.backends import make
-from layerferry.checkpoint.files import Files, reason_of, replace_file
+from layerferry.checkpoint.files import reason_of
 from layerferry.checkpoint.folders import LATEST, write_latest
+from layerferry.checkpoint.lock import LockedFiles
 from layerferry.checkpoint.save import Saver
 from layerferry.config import Config
 from layerferry.data import DataSets, Sampler, SampleSet, build, tokenizer
@@ -41,16 +41,17 @@ from layerferry.planner.machine import machine_for
 from layerferry.planner.problem import problem
 from layerferry.planner.report import render
 from layerferry.trainer.cadence import Cadence
-from layerferry.trainer.card import model_card
+from layerferry.trainer.card import CARD, model_card
 from layerferry.trainer.checkpoints import Checkpoints, how_to_go_on, save_model, save_tokenizer_beside, side_files
 from layerferry.trainer.determinism import deterministic_kernels
 from layerferry.trainer.disk import DiskWatch
-from layerferry.trainer.folder import Records, claim, open_folder
+from layerferry.trainer.folder import Records, claim, clear
 from layerferry.trainer.history import STATE_NAME, History, clock_time
 from layerferry.trainer.interrupts import Interrupts
 from layerferry.trainer.loop import Loop
 from layerferry.trainer.meter import Meter
 from layerferry.trainer.model_changes import CONFIG_NAME, model_changes
+from layerferry.trainer.output import OutputFolder
 from layerferry.trainer.plots import plot_history
 from layerferry.trainer.progress import progress
 from layerferry.trainer.reporters import open_reporters, tracker_names
@@ -85,10 +86,10 @@ def train(config: Config) -> None:
     if not (config.train.do_train or wants_evaluation(config)):
         raise ConfigError("nothing to do: set do_train: true, do_eval: true, or both")
     with claim(config.train) as lock:  # before anything in the folder is looked at
-        _train(config, trackers, lock.check)
+        _train(config, trackers, OutputFolder(Path(config.train.output_dir), LockedFiles(lock)))
 
 
-def _train(config: Config, trackers: list[str], check_folder: Callable[[], None]) -> None:
+def _train(config: Config, trackers: list[str], output: OutputFolder) -> None:
     start = find_start(config.train)
     loaded = tokenizer.load(config)
     data = build(config, loaded.tokenizer)
@@ -138,13 +139,13 @@ def _train(config: Config, trackers: list[str], check_folder: Callable[[], None]
         other_model = [] if start is None else model_changes(start.folder, beside[CONFIG_NAME])
         for change in other_model:
             logger.warning("the model's config has changed since the checkpoint: %s", change)
-        folder = open_folder(config.train, resumes=start is not None)
-        saver = stack.enter_context(closing(saver_of(config, engine, folder, start, check_folder)))
-        reporters = open_reporters(trackers, config)
+        clear(output, config.train, resumes=start is not None)
+        saver = stack.enter_context(closing(saver_of(config, engine, output, start)))
+        reporters = open_reporters(trackers, config, output)
         for reporter in reporters:
             stack.callback(reporter.close)
         state = RunState() if start is None else start.state
-        history = History(config.train, cadence, check_folder=check_folder)
+        history = History(config.train, cadence, output)
         if config.train.do_train:  # an evaluation adds to the log of the run that has trained here
             history.take_up(state.entries, state.log_lines, tokens_seen=state.tokens_seen, total_flops=state.total_flops)
         if state.schedule:
@@ -157,12 +158,12 @@ def _train(config: Config, trackers: list[str], check_folder: Callable[[], None]
             sampler=sampler,
             schedule=schedule,
             cadence=cadence,
+            output=output,
             history=history,
             cursor=state.cursor,
             totals=replace(state.totals),
             last_eval=None if other_model else state.evaluation_that_holds(eval_facts(config, data.eval)),
             skipped_batches=state.skipped_batches,
-            check_folder=check_folder,
             disk=None if engine.store.disk is None else DiskWatch(engine.store.disk, machine),
             # a step that updates on arrival and fails has taken something already
             retreat=None if engine.plan.on_arrival else lambda steps_done: retreat(engine, question, steps_done=steps_done),
@@ -170,13 +171,13 @@ def _train(config: Config, trackers: list[str], check_folder: Callable[[], None]
             reporters=reporters,
             progress=stack.enter_context(progress(plain=config.train.disable_tqdm)),
             meter=Meter(None if machine.is_cpu else machine.matmul_flops_per_s.value),  # on a CPU the share says little
-            recorder=StepRecorder(engine, folder if config.engine.timeline else None, total_steps),
+            recorder=StepRecorder(engine, output if config.engine.timeline else None, total_steps),
             flops_per_token=question.model.flops.per_token,
         )
         try:
-            run(loop, folder)
+            run(loop)
         except DiskTierError as error:
-            raise DiskTierError(f"{error}; {how_to_go_on(folder, check_folder)}; disk_folder names another disk") from error
+            raise DiskTierError(f"{error}; {how_to_go_on(output)}; disk_folder names another disk") from error
 
 
 def optimizer_of(config: Config) -> Optimizer:
@@ -200,10 +201,11 @@ def check_start(start: Start, config: Config, data: DataSets, sampler: Sampler, 
         logger.warning("changed since the checkpoint: %s", change)
 
 
-def saver_of(config: Config, engine: Engine, folder: Path, start: Start | None, check_folder: Callable[[], None]) -> Saver:
+def saver_of(config: Config, engine: Engine, output: OutputFolder, start: Start | None) -> Saver:
     """The writer of this run's checkpoints, with the marker that makes the folder this run's; refuses a disk without room for one
     checkpoint and the model."""
-    train, latest = config.train, latest_of(start, secrets.token_hex(8), folder)
+    train, folder = config.train, output.path
+    latest = latest_of(start, secrets.token_hex(8), folder)
     saver = Saver(
         engine,
         folder,
@@ -212,7 +214,7 @@ def saver_of(config: Config, engine: Engine, folder: Path, start: Start | None, 
         keep=train.save_total_limit,
         model_only=train.save_only_model,
         spare_bytes=lambda: spare_bytes(config, engine.plan),
-        check_folder=check_folder,
+        files=output.files,
     )
     if train.do_train:
         if train.save_strategy == "no":
@@ -222,7 +224,7 @@ def saver_of(config: Config, engine: Engine, folder: Path, start: Start | None, 
         if start is not None:
             say_what_is_left_behind(start, latest, folder, model_only=train.save_only_model, keep=train.save_total_limit)
         try:
-            write_latest(Files(), folder, latest)
+            write_latest(output.files, folder, latest)
         except OSError as error:
             raise CheckpointError(f"{folder / LATEST} cannot be written: {reason_of(error)}") from error
     return saver
@@ -287,9 +289,10 @@ def wants_evaluation(config: Config) -> bool:
     return config.train.do_eval or config.train.eval_strategy != "no"
 
 
-def run(loop: Loop, folder: Path) -> None:
-    """Train, save, evaluate, and leave LLaMA-Factory's files in ``folder``."""
-    config, history, records = loop.config, loop.history, Records(folder)
+def run(loop: Loop) -> None:
+    """Train, save, evaluate, and leave LLaMA-Factory's files in the output folder."""
+    config, history, folder = loop.config, loop.history, loop.output.path
+    records = Records(folder)
     epoch, interrupts = 0.0, None
     with Watchdog(loop.lanes(), 60 * config.train.watchdog_minutes):
         if config.train.do_train:
@@ -297,16 +300,16 @@ def run(loop: Loop, folder: Path) -> None:
             epoch = metrics["epoch"]
             loop.progress.activity("saving the model")
             with Interrupts() as interrupts, loop.waiting("model writer"):  # a first signal does not cost the model
-                save_model(folder, loop.engine, loop.check_folder)
+                save_model(loop.output, loop.engine)
             if interrupts.received is not None:
                 raise interrupts.error(
                     f"all steps are taken and the model is in {folder}; its tokenizer and records are not written"
                 )
             with records.writing("the tokenizer"):
-                save_tokenizer_beside(folder, loop.tokenizer)
+                save_tokenizer_beside(loop.output, loop.tokenizer)
             with records.writing("train_results.json"):
                 history.write_results("train", metrics)
-            write_records(loop, folder, records)  # an evaluation may be long, and is no reason to lose them
+            write_records(loop, records)  # an evaluation may be long, and is no reason to lose them
         if wants_evaluation(config):
             with Interrupts("finishing the evaluation") as interrupts:
                 metrics = loop.evaluate(epoch)
@@ -315,31 +318,31 @@ def run(loop: Loop, folder: Path) -> None:
                 with records.writing("eval_results.json"):
                     history.write_results("eval", metrics)
                 if config.train.do_train:
-                    write_records(loop, folder, records)
+                    write_records(loop, records)
     if config.train.do_train:
         if loop.disk is not None:
             logger.info("%s", loop.disk.summary())
-        logger.info("%s", _what_was_done(loop, folder))
+        logger.info("%s", _what_was_done(loop))
     what_is_there = f"the model is in {folder}" if config.train.do_train else "the evaluation is done"
     records.close(what_is_there)
     if interrupts is not None and interrupts.received is not None:
         raise interrupts.error(f"the evaluation was finished first: {what_is_there}, and nothing is left to do")
 
 
-def write_records(loop: Loop, folder: Path, records: Records) -> None:
+def write_records(loop: Loop, records: Records) -> None:
     """What training leaves beside the model."""
-    config, history = loop.config, loop.history
+    config, history, output = loop.config, loop.history, loop.output
     with records.writing(STATE_NAME):
-        history.write_state(folder)
-    with records.writing("README.md"):
-        write_card(folder, config, loop.engine, history, loop.cadence.total_steps)
+        history.write_state()
+    with records.writing(CARD):
+        output.write(CARD, card_of(loop).encode("utf-8"))
     if config.train.plot_loss:
         with records.writing("the pictures of the loss"):
-            plot_history(history.entries, folder, title=folder.name)
+            plot_history(history.entries, output, title=output.path.name)
 
 
-def _what_was_done(loop: Loop, folder: Path) -> str:
-    step, taken = loop.totals.step, loop.steps_taken
+def _what_was_done(loop: Loop) -> str:
+    step, taken, folder = loop.totals.step, loop.steps_taken, loop.output.path
     if not taken:
         return f"no step was left to train; the model of step {step} is in {folder}"
     steps = "1 step" if taken == 1 else f"{taken} steps"
@@ -347,11 +350,10 @@ def _what_was_done(loop: Loop, folder: Path) -> str:
     return f"trained {steps}{which} in {clock_time(loop.history.elapsed_s)}; the model is in {folder}"
 
 
-def write_card(folder: Path, config: Config, engine: Engine, history: History, total_steps: int) -> None:
-    """Write README.md."""
-    counts = {"num_params": engine.num_params, "num_trained": engine.num_trained}
-    text = model_card(config, entries=history.entries, total_steps=total_steps, **counts)
-    replace_file(Files(), folder / "README.md", text.encode("utf-8"))
+def card_of(loop: Loop) -> str:
+    """What the model's card says of this run."""
+    counts = {"num_params": loop.engine.num_params, "num_trained": loop.engine.num_trained}
+    return model_card(loop.config, entries=loop.history.entries, total_steps=loop.cadence.total_steps, **counts)
 
 
 def _perplexity(loss: float) -> float:

@@ -11,13 +11,13 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from layerferry.backends.base import Lane
-from layerferry.checkpoint.files import Files, reason_of, replace_file
+from layerferry.checkpoint.files import reason_of
 from layerferry.engine.clock import Span
 from layerferry.engine.engine import Engine
-from layerferry.trainer.plots import write_png
+from layerferry.trainer.output import OutputFolder
+from layerferry.trainer.plots import png
 
 ROWS = (
     (Lane.UPLOAD, "upload"),
@@ -41,10 +41,10 @@ logger = logging.getLogger("layerferry.trainer")
 
 
 class StepRecorder:
-    """Records one step of a run, an early one that is past compilation, into ``folder``; with None, nothing."""
+    """Records one step of a run, an early one that is past compilation, into ``output``; with None, nothing."""
 
-    def __init__(self, engine: Engine, folder: Path | None, total_steps: int) -> None:
-        self._engine, self._folder, self._last_step = engine, folder, total_steps
+    def __init__(self, engine: Engine, output: OutputFolder | None, total_steps: int) -> None:
+        self._engine, self._output, self._last_step = engine, output, total_steps
         self._taken = 0
 
     @contextmanager
@@ -52,7 +52,7 @@ class StepRecorder:
         """Around step number ``step`` (from 1)."""
         self._taken += 1
         due = self._taken == RECORDED_STEP or (step == self._last_step and self._taken < RECORDED_STEP)
-        if self._folder is None or not due:
+        if self._output is None or not due:
             yield
             return
         self._engine.clock.start_recording()
@@ -63,12 +63,13 @@ class StepRecorder:
             raise
         spans = self._engine.clock.stop_recording()
         try:
-            write_trace(spans, self._folder / "timeline.json")
-            draw(spans, self._folder / "timeline.png", title=f"step {step}: {spans[-1].end_s - spans[0].begin_s:.2f} s")
+            self._output.write("timeline.json", trace(spans))
+            title = f"step {step}: {spans[-1].end_s - spans[0].begin_s:.2f} s"
+            self._output.write("timeline.png", picture(spans, title=title))
         except OSError as error:
             logger.error("the timeline of step %d cannot be written: %s; training goes on", step, reason_of(error))
         else:
-            logger.info("timeline of step %d: %s", step, self._folder / "timeline.png")
+            logger.info("timeline of step %d: %s", step, self._output.path / "timeline.png")
 
 
 def rows_of(spans: Sequence[Span]) -> list[tuple[Lane, str]]:
@@ -89,7 +90,7 @@ def busy_shares(spans: Sequence[Span]) -> dict[str, float]:
     return shares
 
 
-def write_trace(spans: Sequence[Span], path: Path) -> None:
+def trace(spans: Sequence[Span]) -> bytes:
     """The trace-event format: one process, one thread a lane, complete events in microseconds."""
     rows = rows_of(spans)
     numbers = {lane: number for number, (lane, _) in enumerate(rows)}
@@ -107,10 +108,10 @@ def write_trace(spans: Sequence[Span], path: Path) -> None:
         }
         for span in spans
     ]
-    replace_file(Files(), path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode("utf-8"))
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode("utf-8")
 
 
-def draw(spans: Sequence[Span], path: Path, *, title: str) -> None:
+def picture(spans: Sequence[Span], *, title: str) -> bytes:
     """A PNG with a row for each lane."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -136,4 +137,4 @@ def draw(spans: Sequence[Span], path: Path, *, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.01)
-    write_png(figure, path)
+    return png(figure)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +79,7 @@ def forged(folder: Path, name: str, content: bytes) -> None:
     manifest = Manifest.read(folder)
     (folder / name).write_bytes(content)
     files = {**manifest.files, name: FileRecord(num_bytes=len(content), sums=sums_of(content))}
-    changed = Manifest(
-        run=manifest.run,
-        step=manifest.step,
-        resumable=True,
-        state_planes=manifest.state_planes,
-        files=files,
-        versions=manifest.versions,
-    )
-    (folder / MANIFEST).write_bytes(changed.to_bytes())
+    (folder / MANIFEST).write_bytes(replace(manifest, files=files).to_bytes())
 
 
 def test_files_that_sum_up_and_do_not_belong(model: Any, whole: Path, tmp_path: Path) -> None:
@@ -101,15 +95,7 @@ def test_files_that_sum_up_and_do_not_belong(model: Any, whole: Path, tmp_path: 
 def test_another_optimizer(model: Any, whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-0"
     shutil.copytree(whole, folder)
-    manifest = Manifest.read(whole)
-    other = Manifest(
-        run=manifest.run,
-        step=0,
-        resumable=True,
-        state_planes={"momentum": "F32"},
-        files=manifest.files,
-        versions=manifest.versions,
-    )
+    other = replace(Manifest.read(whole), step=0, state_planes={"momentum": "F32"})
     (folder / MANIFEST).write_bytes(other.to_bytes())
     with pytest.raises(CheckpointError, match="its optimizer kept momentum F32, this run's keeps exp_avg F32, exp_avg_sq F32"):
         load(model, folder)
@@ -134,3 +120,15 @@ def test_a_disk_that_cannot_be_read(whole: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_training_from_a_whole_one_still_works(model: Any, whole: Path) -> None:
     assert train(load(model, whole), range(1)) == train(engine_of(model), range(1))
+
+
+def test_links_are_not_followed_and_the_remedy_works(model: Any, whole: Path, tmp_path: Path) -> None:
+    """A folder as the Hugging Face hub's cache keeps it: names that lead to files elsewhere."""
+    linked, copy = tmp_path / "checkpoint-0", tmp_path / "copy"
+    linked.mkdir()
+    for path in whole.iterdir():
+        (linked / path.name).symlink_to(path)
+    with pytest.raises(CheckpointError, match=rf"a link, .*: copy the folder with `cp -rL {linked} COPY`, and name the copy"):
+        load(model, linked)
+    subprocess.run(["cp", "-rL", linked, copy], check=True)
+    load(model, copy)

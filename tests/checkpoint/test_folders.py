@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,8 @@ def make(output: Path, step: int, *, run: str = OWN, line: Line = (), resumable:
     content = f"step {step}".encode()
     (folder / "state-1").write_bytes(content)
     records = {"state-1": FileRecord(num_bytes=len(content), sums=sums_of(content))}
-    manifest = Manifest(run=run, line=line, step=step, resumable=resumable, state_planes={}, files=records, versions={})
+    facts: dict[str, Any] = {"state_planes": {}, "trained": (), "versions": {}}
+    manifest = Manifest(run=run, line=line, step=step, resumable=resumable, files=records, **facts)
     (folder / MANIFEST).write_bytes(manifest.to_bytes())
     return folder
 

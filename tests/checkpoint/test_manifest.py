@@ -22,6 +22,7 @@ GOOD = Manifest(
     step=7,
     resumable=True,
     state_planes={"exp_avg": "F32"},
+    trained=("a", "b"),
     files={"a.safetensors": FileRecord(num_bytes=3, sums=(zlib.crc32(b"abc"),)), "empty": FileRecord(num_bytes=0, sums=())},
     versions={"torch": "2"},
 )
@@ -58,6 +59,8 @@ def test_a_name_is_a_name_in_the_folder(name: str) -> None:
         {"run": None},
         {"resumable": 1},
         {"state_planes": {"a": 1}},
+        {"trained": "a"},
+        {"trained": [1]},
         {"chunk_bytes": CHUNK_BYTES // 2},
         {"files": {"a": {"bytes": 3, "crc32": []}}},
         {"files": {"a": {"bytes": 3, "crc32": [2**32]}}},
@@ -119,5 +122,5 @@ def test_symbolic_links_are_not_followed(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "empty").write_bytes(b"")
     (folder / "a.safetensors").symlink_to(tmp_path / "secret")
-    with pytest.raises(CheckpointError, match="not a file of its own"):
+    with pytest.raises(CheckpointError, match="a link, and links are not followed: copy the folder with `cp -rL "):
         GOOD.check_sizes(folder)

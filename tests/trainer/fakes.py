@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from layerferry.trainer.checkpoints import Checkpoints
 from layerferry.trainer.history import History
 from layerferry.trainer.loop import Loop
 from layerferry.trainer.meter import Meter
+from layerferry.trainer.output import OutputFolder
 from layerferry.trainer.progress import PlainLog
 from layerferry.trainer.timeline import StepRecorder
 
@@ -150,6 +152,7 @@ def make_loop(config: Config, engine: FakeEngine, *, num_rows: int = 7, num_eval
     """A loop over ``num_rows`` rows of 4 tokens at a learning rate of 0.1 x the number of updates done."""
     folder = Path(config.train.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    output = OutputFolder(folder)
     evals = {"eval": rows_of([4] * num_eval_rows)} if num_eval_rows else {}
     data = DataSets(train=rows_of([4] * num_rows), eval=evals, report=Report(), pad_id=0)
     sampler = Sampler.of(config, num_rows)
@@ -163,7 +166,8 @@ def make_loop(config: Config, engine: FakeEngine, *, num_rows: int = 7, num_eval
         sampler=sampler,
         schedule=FakeSchedule(),
         cadence=cadence,
-        history=History(config.train, cadence) if clock is None else History(config.train, cadence, clock=clock),
+        output=output,
+        history=History(config.train, cadence, output, clock=clock or time.monotonic),
         checkpoints=Checkpoints(FakeSaver(folder), {"config.json": b"{}"}),  # type: ignore[arg-type]
         reporters=[],
         progress=PlainLog(),

@@ -16,6 +16,7 @@ from layerferry.engine.pretrained import save_tokenizer
 from layerferry.errors import LayerFerryError
 from layerferry.trainer import run
 from layerferry.trainer.checkpoints import Checkpoints, behind_a_spoilt_step, save_model, side_files
+from layerferry.trainer.output import OutputFolder
 from layerferry.trainer.state import RunState
 from tests.checkpoint.test_folders import OTHER, OWN, make
 from tests.trainer.fakes import FakeEngine, FakeSaver, make_config, make_loop
@@ -75,18 +76,18 @@ def test_the_last_save_fails_loudly_and_whole(tmp_path: Path) -> None:
     with pytest.raises(
         LayerFerryError, match="the disk is full: .*; the same command starts anew, for no checkpoint can be resumed$"
     ):
-        save_model(tmp_path, FakeEngine([], saves_fail=True))
+        save_model(OutputFolder(tmp_path), FakeEngine([], saves_fail=True))
     assert list(tmp_path.iterdir()) == []
     make(tmp_path, 7)
     make(tmp_path, 8, resumable=False)
     make(tmp_path, 9, run=OTHER)
     write_latest(Files(), tmp_path, Latest(run=OWN, checkpoint="checkpoint-8"))
     with pytest.raises(LayerFerryError, match=r"full: .*; the same command goes on from checkpoint-7 \(without overwrite"):
-        save_model(tmp_path, FakeEngine([], saves_fail=True))
+        save_model(OutputFolder(tmp_path), FakeEngine([], saves_fail=True))
     with pytest.raises(
         LayerFerryError, match="could not be saved into .*: the folder has vanished: .*; when it is back, the same command"
     ):
-        save_model(tmp_path / "gone", FakeEngine([]))
+        save_model(OutputFolder(tmp_path / "gone"), FakeEngine([]))
 
 
 def test_weights_are_not_lost_for_want_of_a_tokenizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -98,7 +99,7 @@ def test_weights_are_not_lost_for_want_of_a_tokenizer(tmp_path: Path, caplog: py
     loop = make_loop(make_config(tmp_path, max_steps=1, save_strategy="no"), FakeEngine([1.0]))
     loop.tokenizer = Tokenizer()
     with pytest.raises(LayerFerryError, match=f"the model is in {tmp_path}, but not written were: the tokenizer "):
-        run.run(loop, tmp_path)
+        run.run(loop)
     assert (tmp_path / "model.safetensors").read_bytes() == b"weights" and not (tmp_path / "tokenizer.json").exists()
     assert "the tokenizer cannot be written: No space left on device" in caplog.text
 
@@ -119,7 +120,7 @@ def test_behind_a_spoilt_step(tmp_path: Path, steps: tuple[int, ...], message: s
     make(tmp_path, 2, resumable=False)
     make(tmp_path, 9, run=OTHER)
     write_latest(Files(), tmp_path, Latest(run=OWN, checkpoint=None))
-    assert re.fullmatch(message, behind_a_spoilt_step(tmp_path, 5))
+    assert re.fullmatch(message, behind_a_spoilt_step(OutputFolder(tmp_path), 5))
 
 
 def test_a_tokenizer_that_the_disk_does_not_take(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The output folder: refused early, tried without a trace, filled whole or not at all."""
+"""The output folder: refused early, tried without a trace, cleared of what another run has left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 from layerferry.config import TrainConfig
 from layerferry.errors import ConfigError
-from layerferry.trainer.folder import claim, open_folder, whole_files
+from layerferry.trainer.folder import claim, clear
+from layerferry.trainer.output import OutputFolder
 
 
 def config(folder: Path, **train: object) -> TrainConfig:
@@ -76,7 +77,7 @@ def test_a_log_that_is_a_link_is_refused_and_not_written_through(tmp_path: Path)
 def test_opening_starts_a_new_log(tmp_path: Path) -> None:
     (tmp_path / "trainer_log.jsonl").write_text("{}\n")
     (tmp_path / ".partial-x").mkdir()
-    assert open_folder(config(tmp_path)) == tmp_path
+    clear(OutputFolder(tmp_path), config(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -84,51 +85,5 @@ def test_resuming_keeps_the_log(tmp_path: Path) -> None:
     (tmp_path / "trainer_log.jsonl").write_text("{}\n")
     (tmp_path / "checkpoint-3").mkdir()
     (tmp_path / ".partial-removed-checkpoint-2").mkdir()
-    open_folder(config(tmp_path), resumes=True)
+    clear(OutputFolder(tmp_path), config(tmp_path), resumes=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "trainer_log.jsonl"]
-
-
-def test_whole_files(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("old")
-    with pytest.raises(OSError), whole_files(tmp_path) as filled:
-        (filled / "a").write_text("half")
-        raise OSError(28, "full")
-    assert (tmp_path / "a").read_text() == "old"
-    with whole_files(tmp_path) as filled:
-        (filled / "a").write_text("new")
-    assert (tmp_path / "a").read_text() == "new"
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
-
-
-SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-
-
-@pytest.mark.parametrize("before", [(SINGLE,), (INDEX, *SHARDS), (INDEX, "model-00001-of-00003.safetensors"), (INDEX, SINGLE)])
-@pytest.mark.parametrize("after", [(SINGLE,), (INDEX, *SHARDS)])
-def test_weights_of_an_earlier_run_are_never_mixed_with_the_new_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: tuple[str, ...], after: tuple[str, ...]
-) -> None:
-    """Whatever transformers finds first (one file, then the index), it and all behind it are old or new, at every moment."""
-
-    def assert_one_model(folder: Path) -> None:
-        there = {path.name: path.read_text() for path in folder.iterdir() if path.is_file()}
-        kinds = {there[SINGLE]} if SINGLE in there else {there.get(name) for name in (INDEX, *SHARDS) if INDEX in there}
-        assert kinds in (set(), {"new"}, {"old"}, {"old", None}), there
-
-    real, moves = os.replace, []
-
-    def replace(source: str | Path, target: str | Path) -> None:
-        assert_one_model(tmp_path)
-        real(source, target)
-        moves.append(target)
-        assert_one_model(tmp_path)
-
-    for name in before:
-        (tmp_path / name).write_text("old")
-    monkeypatch.setattr(os, "replace", replace)
-    with whole_files(tmp_path) as filled:
-        for name in (*after, "config.json"):
-            (filled / name).write_text("new")
-    assert len(moves) == len(after) + 1
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys((*after, "config.json"), "new")

@@ -13,6 +13,7 @@ from layerferry.engine.arrivals import SpoiltStep, taken_already
 from layerferry.engine.engine import StepReport
 from layerferry.errors import LayerFerryError
 from layerferry.trainer.guards import SkipGuard, SpikeGuard, named_rows, shown
+from layerferry.trainer.output import OutputFolder
 from layerferry.trainer.state import Totals
 
 BATCH = StepBatch(micro_batches=[], sample_ids=[3, 1, 4], cursor=Cursor(0, 3), epoch=0.5)
@@ -25,7 +26,7 @@ def report(loss: float, *, targets: int = 5) -> StepReport:
 
 def test_a_finite_step_begins_the_count_again(tmp_path: Path) -> None:
     totals = Totals(step=7)
-    guard = SkipGuard(tmp_path, 2, totals)
+    guard = SkipGuard(OutputFolder(tmp_path), 2, totals)
     for _ in range(3):
         guard.skipped(BATCH, report(float("nan")))
         guard.skipped(BATCH, report(float("nan")))
@@ -36,14 +37,14 @@ def test_a_finite_step_begins_the_count_again(tmp_path: Path) -> None:
 
 
 def test_rows_are_named_even_where_they_cannot_be_written(tmp_path: Path) -> None:
-    guard = SkipGuard(tmp_path / "vanished", 0, Totals())
+    guard = SkipGuard(OutputFolder(tmp_path / "vanished"), 0, Totals())
     with pytest.raises(LayerFerryError, match=r"rows could not be written \(No such file.*those of the last: 3, 1, 4"):
         guard.skipped(BATCH, report(float("nan")))
 
 
 def test_a_step_without_targets_says_so(tmp_path: Path) -> None:
     with pytest.raises(LayerFerryError, match="no token of its rows is trained"):
-        SkipGuard(tmp_path, 0, Totals()).skipped(BATCH, report(float("nan"), targets=0))
+        SkipGuard(OutputFolder(tmp_path), 0, Totals()).skipped(BATCH, report(float("nan"), targets=0))
 
 
 def test_a_jump_is_told_with_its_rows(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
 
 from layerferry.config import TrainConfig
 from layerferry.trainer.cadence import Cadence
-from layerferry.trainer.history import History, clock_time, write_json
+from layerferry.trainer.history import History, clock_time
+from layerferry.trainer.output import OutputFolder
 from tests.trainer.fakes import read_lines
 
 
@@ -25,7 +25,7 @@ class Clock:
 
 def make_history(folder: Path, clock: Clock, **train: object) -> History:
     config = TrainConfig(output_dir=str(folder), **train)  # type: ignore[arg-type]
-    return History(config, Cadence.of(config, 4, has_eval_rows=False), clock=clock)
+    return History(config, Cadence.of(config, 4, has_eval_rows=False), OutputFolder(folder), clock=clock)
 
 
 def test_log_line_is_llama_factorys(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_state_is_what_transformers_reads(tmp_path: Path) -> None:
 
     history = make_history(tmp_path, Clock(), logging_steps=1, num_train_epochs=2.5)
     history.add({"loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.0}, step=1, epoch=0.5)
-    history.write_state(tmp_path)
+    history.write_state()
     state = TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
     assert (state.global_step, state.epoch, state.max_steps, state.num_train_epochs) == (1, 0.5, 4, 3)
     assert state.log_history == [{"loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.0, "epoch": 0.5, "step": 1}]
@@ -108,12 +108,6 @@ def test_results_are_merged(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "all_results.json").read_text()) == {"train_loss": 1.0, "eval_loss": 2.0, "epoch": 1.0}
 
 
-def test_json_has_no_nan(tmp_path: Path) -> None:
-    write_json(tmp_path / "x.json", {"a": math.nan, "b": [math.inf, 1.0]})
-    assert json.loads((tmp_path / "x.json").read_text(), parse_constant=lambda name: 1 / 0) == {"a": None, "b": [None, 1.0]}
-    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
-
-
 def test_the_log_is_not_written_through_a_link_that_has_come_meanwhile(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     precious = tmp_path / "precious"
     precious.write_text("precious")
@@ -125,7 +119,7 @@ def test_the_log_is_not_written_through_a_link_that_has_come_meanwhile(tmp_path:
     history.add({"loss": 1.0}, step=2, epoch=0.2)
     assert [line["current_steps"] for line in read_lines(tmp_path / "trainer_log.jsonl")] == [1, 2]
     (tmp_path / "trainer_state.json").symlink_to(precious)
-    history.write_state(tmp_path)
+    history.write_state()
     assert precious.read_text() == "precious" and json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 2
 
 

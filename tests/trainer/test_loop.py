@@ -118,8 +118,8 @@ def test_the_watchdog_sees_evaluation_and_the_last_save(
 
     monkeypatch.setattr(watchdog, "end_process", on_stall)
     config = make_config(tmp_path, max_steps=3, do_eval=True, save_strategy="no", watchdog_minutes=0.3 / 60)
-    monkeypatch.setattr(run, "write_card", lambda *arguments: None)
-    run.run(make_loop(config, Standing(where, let_go), num_eval_rows=2), tmp_path)
+    monkeypatch.setattr(run, "card_of", lambda loop: "")
+    run.run(make_loop(config, Standing(where, let_go), num_eval_rows=2))
     assert stalled == [name]
 
 
@@ -171,7 +171,7 @@ def test_a_signal_while_the_model_is_saved_does_not_cost_it(tmp_path: Path) -> N
 
     loop = make_loop(make_config(tmp_path, max_steps=1, save_strategy="no"), Signalled([1.0]))
     with pytest.raises(Interrupted, match="SIGTERM: all steps are taken and the model is in") as caught:
-        run.run(loop, tmp_path)
+        run.run(loop)
     assert caught.value.exit_code == 143 and (tmp_path / "model.safetensors").read_bytes() == b"weights"
 
 
@@ -192,7 +192,7 @@ def test_a_signal_in_the_last_evaluation_lets_it_end(tmp_path: Path, number: int
     config = make_config(tmp_path, max_steps=1, save_strategy="no", do_train=trains, do_eval=True)
     done = f"the model is in {tmp_path}" if trains else "the evaluation is done"
     with pytest.raises(Interrupted, match=f"the evaluation was finished first: {done}, and nothing is left to do$") as caught:
-        run.run(make_loop(config, Signalled([1.0]), num_eval_rows=2), tmp_path)
+        run.run(make_loop(config, Signalled([1.0]), num_eval_rows=2))
     assert caught.value.exit_code == code and signal.getsignal(number) == before
     assert seen == [records if trains else []]
     assert json.loads((tmp_path / "eval_results.json").read_text())["eval_loss"] == 2.0
@@ -216,7 +216,7 @@ def test_a_record_that_cannot_be_written_costs_neither_the_model_nor_the_others(
     loop = make_loop(make_config(tmp_path, max_steps=2, save_strategy="no"), FakeEngine([1.0] * 2))
     named = {"all_results.json": "train_results.json"}.get(broken, broken)
     with pytest.raises(LayerFerryError, match=f"the model is in {tmp_path}, but not written were: {named} "):
-        run.run(loop, tmp_path)
+        run.run(loop)
     assert f"{named} cannot be written: the disk is full: free space" in caplog.text
     names = {"train_results.json", "all_results.json", "trainer_state.json", "README.md"} - {broken}
     left = {path.name for path in tmp_path.iterdir()} - {"config.json", "model.safetensors", "trainer_log.jsonl"}
@@ -230,7 +230,7 @@ def test_what_was_done_is_said_exactly(tmp_path: Path, caplog: pytest.LogCapture
         loop = make_loop(make_config(tmp_path, max_steps=steps, save_strategy="no"), FakeEngine([1.0] * 3))
         loop = replace(loop, totals=Totals(step=before), cursor=Cursor(0, before))
         with caplog.at_level(logging.INFO, "layerferry"):
-            run.run(loop, tmp_path)
+            run.run(loop)
         said.append(caplog.records[-1].getMessage().removesuffix(f" is in {tmp_path}"))
     assert said == [
         "trained 2 steps in 0:00:00; the model",

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from layerferry.checkpoint.lock import FolderLock, LockedFiles
 from layerferry.errors import ConfigError
 from layerferry.trainer import reporters
-from layerferry.trainer.reporters import open_reporters, tracker_metrics, tracker_names
+from layerferry.trainer.output import OutputFolder
+from layerferry.trainer.reporters import Minded, open_reporters, tracker_metrics, tracker_names
 from tests.trainer.fakes import make_config
 
 ENTRY = {"loss": 1.5, "learning_rate": 0.1, "step": 3, "epoch": 0.5}
@@ -57,7 +59,7 @@ def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     for train in ({}, {"logging_dir": str(tmp_path / "logs"), "run_name": "one"}):
-        [reporter] = open_reporters(["tensorboard"], make_config(tmp_path, **train))
+        [reporter] = open_reporters(["tensorboard"], make_config(tmp_path, **train), OutputFolder(tmp_path))
         reporter.report(ENTRY)
         reporter.close()
     assert made == [str(tmp_path / "runs"), str(tmp_path / "logs" / "one")]
@@ -70,9 +72,62 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("wandb")
     module.init = lambda **given: (calls.append(given), run)[1]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
-    [reporter] = open_reporters(["wandb"], make_config(tmp_path, run_name="mine"))
+    [reporter] = open_reporters(["wandb"], make_config(tmp_path, run_name="mine"), OutputFolder(tmp_path))
     reporter.report(ENTRY)
     reporter.close()
     assert calls[0]["name"] == "mine" and calls[0]["config"]["data"]["dataset"] == ["rows"]
     assert calls[1] == {"train/loss": 1.5, "train/learning_rate": 0.1, "train/global_step": 3, "train/epoch": 0.5}
     assert calls[2] == "finished"
+
+
+def test_a_tracker_that_does_not_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**given: Any) -> None:
+        raise RuntimeError("no key:\nlog in")
+
+    module = ModuleType("wandb")
+    module.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    with pytest.raises(ConfigError, match="^report_to: wandb does not start: RuntimeError: no key: log in; report_to: none goes"):
+        open_reporters(["wandb"], make_config(tmp_path), OutputFolder(tmp_path))
+
+
+class Tracker:
+    """Takes entries, unless ``fault`` is set."""
+
+    def __init__(self) -> None:
+        self.fault: Exception | None = None
+        self.taken: list[Any] = []
+
+    def report(self, entry: Any) -> None:
+        if self.fault is not None:
+            raise self.fault
+        self.taken.append(entry)
+
+    def close(self) -> None:
+        self.report("closed")
+
+
+def test_a_tracker_that_fails_costs_its_entries_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tracker = Tracker()
+    minded = Minded("wandb", tracker, lambda: None)
+    for fault in (None, ValueError("gone"), OSError(28, "full"), None):
+        tracker.fault = fault
+        minded.report(ENTRY)
+    minded.close()
+    assert tracker.taken == [ENTRY, ENTRY, "closed"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "report_to: wandb does not take the entries: ValueError: gone; training goes on"
+    ]
+
+
+def test_a_tracker_is_asked_nothing_in_the_folder_of_a_successor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tracker, folder = Tracker(), tmp_path / "out"
+    with FolderLock(folder) as lock:
+        minded = Minded("tensorboard", tracker, LockedFiles(lock).check)
+        folder.rename(tmp_path / "moved")
+        folder.mkdir()
+        minded.report(ENTRY)
+        folder.rmdir()
+        (tmp_path / "moved").rename(folder)
+        minded.report("later")  # type: ignore[arg-type]
+    assert tracker.taken == ["later"] and "FolderMoved" in caplog.text

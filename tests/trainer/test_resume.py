@@ -163,7 +163,7 @@ def test_models_alone_do_not_push_the_state_out(begins: Begins, output: Path, ca
         ({"optim": {"optim": "sgd"}}, "its optimizer kept .* start anew from its weights"),
         (
             {"finetuning_type": "freeze", "freeze_trainable_layers": 1},
-            "the state of another model, or of other trained parameters",
+            "another model, or other trained parameters: only it trains",
         ),
     ],
 )
@@ -298,6 +298,30 @@ def test_a_folder_that_moves_while_a_run_writes(
         train(make_config(base, moved, max_steps=4))
     train(make_config(base, tmp_path / "alone", max_steps=4))
     assert (moved / "model.safetensors").read_bytes() == (tmp_path / "alone" / "model.safetensors").read_bytes()
+
+
+def test_a_folder_that_moves_while_the_model_is_evaluated(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is saved by then; results, state, card and pictures are not written into the successor's folder."""
+    output, moved, real = tmp_path / "out", tmp_path / "moved", Engine.evaluate
+    theirs: dict[str, bytes] = {}
+
+    def evaluate(engine: Engine, *given: Any, **named: Any) -> Any:
+        if not moved.exists():
+            output.rename(moved)
+            shutil.copytree(base / "done", output)
+            theirs.update(bytes_of(output))
+        return real(engine, *given, **named)
+
+    monkeypatch.setattr(Engine, "evaluate", evaluate)
+    config = make_config(base, output, max_steps=2, do_eval=True, plot_loss=True)
+    config = replace(config, data=replace(config.data, val_size=2.0), engine=replace(config.engine, timeline=True))
+    missing = "eval_results.json, trainer_state.json, README.md, the pictures of the loss"
+    with pytest.raises(LayerFerryError, match=f"but not written were: {missing} "):
+        train(config)
+    assert theirs and bytes_of(output) == theirs
+    assert {"model.safetensors", "README.md", "train_results.json", "timeline.png"} <= {path.name for path in moved.iterdir()}
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:

@@ -10,6 +10,7 @@ import pytest
 from layerferry.backends.base import Lane
 from layerferry.engine.clock import Span
 from layerferry.trainer import timeline
+from layerferry.trainer.output import OutputFolder
 
 SPANS = [
     Span(Lane.UPLOAD, "layer.0", 0.0, 1.0),
@@ -25,9 +26,8 @@ def test_shares_count_overlap_once_and_waits_not_at_all() -> None:
     assert timeline.busy_shares(SPANS) == pytest.approx({"upload": 0.5, "compute": 0.75, "download": 0.125, "CPU optimizer": 0.0})
 
 
-def test_the_trace_has_a_thread_for_every_lane(tmp_path: Path) -> None:
-    timeline.write_trace(SPANS, tmp_path / "t.json")
-    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+def test_the_trace_has_a_thread_for_every_lane() -> None:
+    events = json.loads(timeline.trace(SPANS))["traceEvents"]
     assert {e["args"]["name"] for e in events if e["ph"] == "M"} == {"upload", "compute", "download", "CPU optimizer"}
     done = [e for e in events if e["ph"] == "X"]
     assert len(done) == len(SPANS) and all(e["dur"] >= 0 for e in done)
@@ -40,9 +40,8 @@ def test_the_side_lane_has_a_row_where_it_has_run() -> None:
     assert timeline.busy_shares(spans)["optimizer on the device"] == pytest.approx(0.25)
 
 
-def test_the_picture_is_written(tmp_path: Path) -> None:
-    timeline.draw(SPANS, tmp_path / "t.png", title="a step")
-    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+def test_the_picture_is_a_png() -> None:
+    assert timeline.picture(SPANS, title="a step").startswith(b"\x89PNG")
 
 
 def test_one_step_is_recorded_and_the_others_are_not(tmp_path: Path) -> None:
@@ -58,7 +57,7 @@ def test_one_step_is_recorded_and_the_others_are_not(tmp_path: Path) -> None:
     class Engine:
         clock = Clock()
 
-    recorder = timeline.StepRecorder(Engine(), tmp_path, 10)  # type: ignore[arg-type]
+    recorder = timeline.StepRecorder(Engine(), OutputFolder(tmp_path), 10)  # type: ignore[arg-type]
     for step in range(1, 11):
         with recorder.recording(step):
             pass
