@@ -22,9 +22,12 @@ from typing import Any, NoReturn, Protocol
 
 from layerferry.config import Config, debug_requested
 from layerferry.errors import ConfigError, LayerFerryError, PlanError
+from layerferry.planner.host import address_space_told, check_address_space
 from layerferry.version import VERSION
 
 INTERRUPTED = 130
+LIGHT = ("version", "env")
+"""Commands that load no model."""
 
 
 class Report(Protocol):
@@ -46,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     try:
         arguments, rest = _parser().parse_known_args(argv)
+        if arguments.command not in LIGHT:
+            check_address_space()
         run: Callable[[argparse.Namespace, list[str]], int] = arguments.run
         code = run(arguments, rest)
         sys.stdout.flush()
@@ -58,15 +63,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader went away (``| head``); keep the interpreter from failing at its last flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:  # of a file or disk that nothing closer by has spoken of; BrokenPipeError is above
-        if debug_requested():
-            traceback.print_exc()
-        about = f"{error.filename}: " if error.filename is not None else ""
-        _say(f"error: {about}{error.strerror or error} (LAYERFERRY_DEBUG=1 shows where)")
-        return 1
+    except (OSError, MemoryError, ImportError, RuntimeError) as error:  # BrokenPipeError is above
+        return _system_said_no(error)
     except KeyboardInterrupt:
         _say("interrupted")
         return INTERRUPTED
+
+
+def _system_said_no(error: Exception) -> int:
+    """The exit code for a file, disk or limit that nothing closer by has spoken of; what is a fault of ours is raised again."""
+    told, code = address_space_told(error), PlanError.exit_code
+    if told is None:
+        if not isinstance(error, OSError):
+            raise error
+        about = f"{error.filename}: " if error.filename is not None else ""
+        told, code = f"{about}{error.strerror or error} (LAYERFERRY_DEBUG=1 shows where)", 1
+    if debug_requested():
+        traceback.print_exc()
+    _say(f"error: {told}")
+    return code
 
 
 def _say(text: str) -> None:

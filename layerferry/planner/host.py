@@ -1,13 +1,14 @@
 """What this process may use of the host: memory by every limit that can end it, and cores.
 
 The smallest of: what the kernel says is available, the control groups' limits (version 1 and 2, every ancestor) minus what is
-used there, and RLIMIT_AS. File cache that a group could give back counts as free. Some virtual machines report a small total
-that grows as it is touched: ``host_memory:`` overrides. Roots are arguments, so that tests read fixture trees. Checked by
-``tests/planner/test_host.py``.
+used there, and RLIMIT_AS. File cache that a group could give back counts as free; of address space, what libraries and threads
+map is set aside, for it is far more than they use. Some virtual machines report a small total that grows as it is touched:
+``host_memory:`` overrides. Roots are arguments, so that tests read fixture trees. Checked by ``tests/planner/test_host.py``.
 """
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import resource
@@ -15,6 +16,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from layerferry.errors import PlanError
+from layerferry.plan import size_text
+
+LIBRARY_BYTES = 1 << 30
+"""Address space that torch and transformers take when they are imported (0.9 GiB seen)."""
+RUN_BYTES, CORE_BYTES = 1 << 30, 72 << 20
+"""And what a run takes beyond the plan (0.6 to 1.1 GiB seen on two cores): a thread has a stack of 8 MiB and an arena of 64."""
+ADDRESS_SPACE = "RLIMIT_AS"
+LIFT = "`ulimit -v unlimited` lifts RLIMIT_AS"
+
+_OUT_OF_SPACE = ("allocate memory", "start new thread", "create a primitive", "failed to map segment", "std::bad_alloc")
+"""What libraries say where a mapping fails."""
 _UNLIMITED = 1 << 60
 """Version 1 writes "no limit" as a huge number of bytes."""
 
@@ -31,11 +44,46 @@ def host_limits(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup"
     """Every limit that is known, smallest first."""
     found = [Limit(num_bytes=_meminfo(proc)["MemAvailable"], source="MemAvailable")]
     found += _group_limits(proc, groups)
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if soft != resource.RLIM_INFINITY:
-        used = int((proc / "self" / "statm").read_text().split()[0]) * resource.getpagesize()
-        found.append(Limit(num_bytes=max(soft - used, 0), source="RLIMIT_AS"))
+    space = _address_space(proc)
+    if space is not None:
+        found.append(Limit(num_bytes=max(space - _set_aside(), 0), source=ADDRESS_SPACE))
     return sorted(found, key=lambda limit: limit.num_bytes)
+
+
+def check_address_space(proc: Path = Path("/proc")) -> None:
+    """``PlanError`` where RLIMIT_AS has no room for the libraries alone: they would end in anything, a crash included."""
+    space, needed = _address_space(proc), LIBRARY_BYTES + _set_aside()
+    if space is not None and space < needed:
+        raise PlanError(
+            f"RLIMIT_AS (ulimit -v) leaves {size_text(space)} of address space, and PyTorch with its threads takes "
+            f"{size_text(needed)} before any model: {LIFT}"
+        )
+
+
+def address_space_told(error: Exception) -> str | None:
+    """One line where ``error`` is that RLIMIT_AS has no more room; None: it is another matter."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft == resource.RLIM_INFINITY:
+        return None
+    text = " ".join(str(error).split())
+    of_memory = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    if not of_memory and not any(words in text for words in _OUT_OF_SPACE):
+        return None
+    return f"out of address space: RLIMIT_AS (ulimit -v) is {size_text(soft)}: {LIFT} ({text or type(error).__name__})"
+
+
+def _address_space(proc: Path) -> int | None:
+    """Bytes that may still be mapped; None: no limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft == resource.RLIM_INFINITY:
+        return None
+    used = int((proc / "self" / "statm").read_text().split()[0]) * resource.getpagesize()
+    return max(int(soft) - used, 0)
+
+
+def _set_aside() -> int:
+    """Address space that no plan counts."""
+    return RUN_BYTES + CORE_BYTES * len(os.sched_getaffinity(0))
 
 
 def host_total(proc: Path = Path("/proc")) -> int:

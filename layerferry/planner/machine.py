@@ -28,7 +28,7 @@ from layerferry.planner.disk_rates import DISK_GUESS, DISK_RATES, disk_rates
 from layerferry.planner.host import cores, host_limits, host_total, locked_limit
 from layerferry.planner.rate import GUESS, Rate
 from layerferry.planner.stopwatch import copied_bytes_per_s, device_traffic, links, matmul_flops_per_s, triad_bytes_per_s
-from layerferry.store.scratch import ScratchFile
+from layerferry.store.scratch import ScratchFile, check_folder
 
 BRIEF = "measured in brief"
 DISK_MEMORY = "disk_memory"
@@ -179,6 +179,7 @@ def machine_for(engine: EngineConfig, backend: Backend, disk: Path = Path()) -> 
     rates = read_rates(device_name(backend)) or brief_rates(backend)
     if not engine.disk_memory:
         return assemble(engine, backend, rates)
+    check_folder(disk)
     found, notes = disk_rates(disk, engine.disk_memory)
     there = assemble(engine, backend, rates | found, notes)
     free = ScratchFile(disk).free_bytes()

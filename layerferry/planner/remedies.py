@@ -14,6 +14,7 @@ from layerferry.layout import PlaneSpec, round_up
 from layerferry.optim.choose import optimizer_for
 from layerferry.plan import Plan, size_text
 from layerferry.planner.held import DEVICE, DISK, HOST, arrivals, disk_bytes, planes
+from layerferry.planner.host import ADDRESS_SPACE, LIFT
 from layerferry.planner.memory import plan_specs
 from layerferry.planner.problem import Problem, budget_source, needs
 from layerferry.planner.search import search
@@ -54,7 +55,9 @@ def _remedies(question: Problem, plan: Plan) -> Iterator[str]:
     if short == {HOST} and not _reported(question, HOST):
         yield from _larger_host(question, places[HOST][0])
     for place in sorted(short):
-        if _reported(question, place):
+        if budget_source(question.machine, place) == ADDRESS_SPACE:
+            yield LIFT
+        elif _reported(question, place):
             another = f"{_budget_key(place)}: states another limit than {budget_source(question.machine, place)}"
             yield "disk_folder: names a disk with more room" if place == DISK else another
 

@@ -115,7 +115,7 @@ class DiskTier:
             self._file.open(self.num_bytes)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise ConfigError(f"disk_folder: {folder} cannot be used: {error.strerror or error}") from error
+                raise ConfigError(f"disk_folder: {folder} cannot be used: {error.strerror or error}: name another") from error
             short = f"{size_text(self.num_bytes - free)} short" if free < self.num_bytes else "a quota allows less"
             raise PlanError(
                 f"disk_folder: {folder}: the optimizer state of {len(self._sizes)} units needs {size_text(self.num_bytes)} "

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+from layerferry.errors import ConfigError
+
 ALIGN_BYTES = 4096
 """Address, position and length of a transfer past the page cache are multiples of the disk's block; no disk's is larger."""
 
@@ -25,6 +27,15 @@ ALIGN_BYTES = 4096
 def existing(folder: Path) -> Path:
     """``folder``, or the nearest one above it that is there."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+
+
+def check_folder(folder: Path) -> None:
+    """``ConfigError`` where ``folder`` could not have a file: found before anything is loaded. Leaves nothing behind."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise ConfigError(f"disk_folder: {folder}: {there} is no folder: name one on the disk that optimizer state is to take")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"disk_folder: {folder}: {there} may not be written: check its owner and mode, or name another folder")
 
 
 class ScratchFile:

@@ -40,6 +40,7 @@ from layerferry.planner.host import host_limits
 from layerferry.planner.machine import machine_for
 from layerferry.planner.problem import problem
 from layerferry.planner.report import render
+from layerferry.store.scratch import check_folder as check_disk_folder
 from layerferry.trainer.cadence import Cadence
 from layerferry.trainer.card import CARD, model_card
 from layerferry.trainer.checkpoints import Checkpoints, how_to_go_on, save_model, save_tokenizer_beside, side_files
@@ -90,6 +91,8 @@ def train(config: Config) -> None:
 
 
 def _train(config: Config, trackers: list[str], output: OutputFolder) -> None:
+    if config.engine.disk_memory:
+        check_disk_folder(config.disk_folder)
     start = find_start(config.train)
     loaded = tokenizer.load(config)
     data = build(config, loaded.tokenizer)

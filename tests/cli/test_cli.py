@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import re
+import resource
 import subprocess
 import sys
 import time
@@ -110,6 +112,31 @@ def test_a_file_that_the_system_refuses_is_one_line(monkeypatch: pytest.MonkeyPa
     stand_in(monkeypatch, "layerferry.trainer", train=raises(OSError(28, "No space left on device", "/out/x")))
     assert cli.main(["train", *RUN]) == 1
     assert capsys.readouterr().err.splitlines()[-1] == "error: /out/x: No space left on device (LAYERFERRY_DEBUG=1 shows where)"
+
+
+def test_an_address_space_that_is_too_small_is_one_line() -> None:
+    """Found before the libraries are imported, which would end in any way there is."""
+    small = 1 << 30
+    done = program("train", *RUN, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (small, small)))
+    assert done.returncode == 3 and done.stdout == "" and done.stderr.count("\n") == 1
+    line = r"error: RLIMIT_AS \(ulimit -v\) leaves 0\.9\d GiB of address space, .*: `ulimit -v unlimited` lifts RLIMIT_AS$"
+    assert re.match(line, done.stderr)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread"), OSError(12, "Cannot allocate memory")])
+def test_a_limit_that_is_reached_later_is_named_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    stand_in(monkeypatch, "layerferry.trainer", train=raises(error))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 40, 1 << 40))
+    assert cli.main(["train", *RUN]) == 3
+    assert "error: out of address space: RLIMIT_AS (ulimit -v) is 1024.0 GiB: `ulimit" in capsys.readouterr().err
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    if isinstance(error, OSError):
+        assert cli.main(["train", *RUN]) == 1
+    else:
+        with pytest.raises(type(error)):
+            cli.main(["train", *RUN])
 
 
 def test_interruption(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,6 +220,9 @@ def test_a_host_that_is_too_small_is_refused_with_the_model_that_fits() -> None:
     assert shortfall is not None and "GiB short" in shortfall
     assert "a model of" in shortfall and "this one has 7.62B" in shortfall
     assert "host_memory: states another limit than MemAvailable" in shortfall
+    there = replace(there, host_source="RLIMIT_AS")
+    shortfall = decide(problem(qwen("qwen2.5-7b"), specs(), there, config(), 1024)).shortfall
+    assert shortfall is not None and shortfall.endswith("; `ulimit -v unlimited` lifts RLIMIT_AS")
 
 
 def test_a_host_that_is_too_small_names_the_format_that_fits() -> None:

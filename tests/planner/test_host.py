@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from layerferry.planner.host import cores, host_limits, host_total, locked_limit
+from layerferry.errors import PlanError
+from layerferry.planner.host import (
+    CORE_BYTES,
+    LIBRARY_BYTES,
+    RUN_BYTES,
+    check_address_space,
+    cores,
+    host_limits,
+    host_total,
+    locked_limit,
+)
 
 GIB = 2**30
 
@@ -67,9 +77,15 @@ def test_a_group_that_is_over_its_limit_leaves_nothing(proc: Path, tmp_path: Pat
 
 
 def test_an_address_space_limit_counts(proc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (GIB, GIB))
-    used = 1000 * resource.getpagesize()
-    assert smallest(proc, tmp_path / "none") == (GIB - used, "RLIMIT_AS")
+    """What libraries and threads map is not memory for planes; where it leaves nothing, that is said before they are imported."""
+    used, beside = 1000 * resource.getpagesize(), RUN_BYTES + CORE_BYTES * len(os.sched_getaffinity(0))
+    limit = used + beside + LIBRARY_BYTES
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
+    assert smallest(proc, tmp_path / "none") == (LIBRARY_BYTES, "RLIMIT_AS")
+    check_address_space(proc)
+    limit -= 1
+    with pytest.raises(PlanError, match=r"RLIMIT_AS \(ulimit -v\) leaves .* with its threads takes .*ulimit -v unlimited"):
+        check_address_space(proc)
 
 
 def test_cores_are_the_least_of_affinity_and_quotas(proc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

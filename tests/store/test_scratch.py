@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from layerferry.store.scratch import ALIGN_BYTES, ScratchFile
+from layerferry.errors import ConfigError
+from layerferry.store.scratch import ALIGN_BYTES, ScratchFile, check_folder
 
 
 def page(fill: int, blocks: int = 1) -> memoryview:
@@ -79,3 +80,20 @@ def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
 
 def test_free_bytes_are_those_of_the_next_folder_that_is_there(tmp_path: Path) -> None:
     assert ScratchFile(tmp_path / "not" / "yet").free_bytes() > 0
+
+
+@pytest.mark.parametrize("name", ["/dev/null", "file", "file/x", "dangling", "dangling/x"])
+def test_a_place_that_is_no_folder_is_found_before_anything_starts(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    there = Path("/dev/null") if name == "/dev/null" else tmp_path / name.split("/")[0]
+    with pytest.raises(ConfigError, match=f"^disk_folder: {tmp_path / name}: {there} is no folder: name one on the disk"):
+        check_folder(tmp_path / name)
+
+
+def test_a_folder_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_folder(tmp_path / "made" / "later")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as root everything may
+    with pytest.raises(ConfigError, match=f"{tmp_path} may not be written: check its owner"):
+        check_folder(tmp_path / "made")
