@@ -17,10 +17,10 @@ from layerferry.engine.sizes import InputSizes, input_sizes
 from layerferry.layout import FP32_PLANE, GRAD, WEIGHT, PlaneSpec
 from layerferry.plan import Plan
 from layerferry.planner import compute
-from layerferry.planner.held import arrival_bytes, disk_bytes, disk_order, unit_bytes
+from layerferry.planner.held import DEVICE, HOST, arrival_bytes, disk_bytes, disk_order, unit_bytes
 from layerferry.planner.machine import Machine
 from layerferry.planner.memory import Working, activations, buffers, plan_specs
-from layerferry.planner.problem import ESTIMATE_MARGIN, Problem, device_budget, host_budget, places
+from layerferry.planner.problem import ESTIMATE_MARGIN, Problem, places
 from layerferry.planner.time import layer_uploads, waves_of
 from layerferry.planner.updates import orthogonal_s, update_s
 from layerferry.store.disk import ring_bytes
@@ -167,12 +167,16 @@ class Books:
         self._units = len(question.model.units)
         pinned = question.pins.device_units
         self._pinned_home = None if pinned is None else min(pinned, self._units)
-        self._device, self._host = device_budget(question.machine), host_budget(question.machine)
+        there = places(0, 0, question.machine)
+        self._one_memory, self._host = question.machine.one_memory, there[HOST][1]
+        self._device = there[DEVICE][1] if DEVICE in there else None
         self._working: dict[tuple[int, float, int, float, int, bool, int], Working] = {}
         self._activations: dict[tuple[int, float, int, float, int, bool, int, int, bool, int, int, int], int] = {}
-        self._buffers: dict[tuple[int, int, int, bool, bool, bool, int], int] = {}
+        self._fixed: dict[tuple[int, int, int, bool, bool, bool, int], tuple[int, int]] = {}
         self._paces: dict[tuple[int, float, int, float, int, int, int, int, int, int], tuple[float, float]] = {}
         self._inputs: dict[tuple[int, int, int], InputSizes] = {}
+        self._plain: Choice | None = None
+        self._plain_at_home: tuple[Choice, int]
         self._disk = _Disk(question)
         self._largest_wave: dict[tuple[int, int], tuple[float, int]] = {}
 
@@ -180,10 +184,10 @@ class Books:
         """Units that must live @device because the host has no room for all, or that the user has pinned there."""
         if self._pinned_home is not None:
             return self._pinned_home
-        if self._question.machine.one_memory:
+        if self._one_memory:
             return 0
         planes = self._weights[choice.carry].planes
-        needed = planes[-1] + self._inputs_of(choice).host_bytes + self._arrivals_of(choice) - self._host
+        needed = planes[-1] + self._inputs_of(choice).host_bytes + self._arrivals_of(choice, choice.home) - self._host
         if not self._disk.is_there:
             return min(bisect_left(planes, needed), self._units)
         most = self._disk.most_home
@@ -194,13 +198,24 @@ class Books:
     def furnished(self, choice: Choice) -> tuple[Choice, int]:
         """``choice`` with as many units at home, and as many layers that keep more, as fit, and the bytes that are short (0: it
         fits)."""
+        pinned = self._question.pins.richer_layers is not None
+        found, short = (choice, 0) if choice.richer_first and pinned else self._without_richer(choice)
+        if short and not (choice.richer_first and choice.inputs):
+            return found, short  # layers that keep more need no fewer bytes, unless their inputs leave the host
         if choice.richer_first:
-            choice = self._richer(self._with(choice, self._fewest_at_home(choice)))
-        choice, short = self._at_home(choice)
+            found, short = self._at_home(self._richer(self._with(choice, self._fewest_at_home(choice))))
         if choice.mlp_chunk and not short and "kept_attention" not in self._question.pins:
-            choice = self._attention_kept(choice)
-        choice = choice if short or choice.richer_first else self._richer(choice)
-        return (self._with(choice, choice.home) if choice.disk else choice), short
+            found = self._attention_kept(found)
+        found = found if short or choice.richer_first else self._richer(found)
+        return (self._with(found, found.home) if found.disk else found), short
+
+    def _without_richer(self, choice: Choice) -> tuple[Choice, int]:
+        """``choice`` with units at home alone; remembered for the next one, which often differs in what layers may keep."""
+        plain = choice._replace(richer_budget=0.0, richer_first=False)
+        if plain != self._plain:
+            self._plain, self._plain_at_home = plain, self._at_home(plain)
+        found, short = self._plain_at_home
+        return found._replace(richer_budget=choice.richer_budget, richer_first=choice.richer_first), short
 
     def _richer(self, choice: Choice) -> Choice:
         """``choice`` with as many layers that keep ``richer_budget`` as fit; what is short already stays so."""
@@ -237,47 +252,75 @@ class Books:
 
     def _at_home(self, choice: Choice) -> tuple[Choice, int]:
         fewest, most = self._fewest_at_home(choice), self._disk.most_home
-        least = self._with(choice, fewest)
+        short = self._short_with(choice, fewest)
         if self._question.machine.is_cpu or self._pinned_home is not None:
-            return least, self.short(least)
-        if fewest < self._units == most and not self.short(everything := self._with(choice, self._units)):
-            return everything, 0  # buffers of the layers are gone: not in line with the rest
-        short = self.short(least)
-        if short:
-            return least, short
-        most = min(most, self._units - 1)
-        return self._with(choice, _most(lambda home: not self.short(self._with(choice, home)), fewest, most)), 0
+            return self._with(choice, fewest), short
+        if fewest < self._units == most and not self._short_with(choice, self._units):
+            return self._with(choice, self._units), 0  # buffers of the layers are gone: not in line with the rest
+        if not short:
+            fewest = _most(lambda home: not self._short_with(choice, home), fewest, min(most, self._units - 1))
+        return self._with(choice, fewest), short
 
     def _with(self, choice: Choice, home: int) -> Choice:
         """``choice`` with ``home`` units at home; no more slots than layers travel, and no parts where no end does."""
+        plain = self._in_memory(choice, home)
+        return plain._replace(disk=self._on_disk(home, *self._needs(choice, home))) if self._disk.is_there else plain
+
+    def _in_memory(self, choice: Choice, home: int) -> Choice:
         travelling = self._weights[False].layers[-1] - self._weights[False].layers[home]
         slots = choice.slots if "num_slots" in self._question.pins else max(min(choice.slots, travelling), 1)
         parts = choice.parts if "end_parts" in self._question.pins or home < self._units else 1
-        plain = choice._replace(home=home, slots=slots, parts=parts, disk=())
-        if not self._disk.is_there:
-            return plain
-        both = self.device(plain) if self._question.machine.one_memory else 0
-        return plain._replace(disk=self._disk.fewest(home, self.host(plain) + both - self._host))
+        return choice._replace(home=home, slots=slots, parts=parts, disk=())
+
+    def _on_disk(self, home: int, host: int, device: int) -> tuple[int, ...]:
+        """What must go to the disk where ``host`` and ``device`` bytes are needed without one."""
+        return self._disk.fewest(home, host + (device if self._one_memory else 0) - self._host)
 
     def short(self, choice: Choice) -> int:
         """Bytes that are missing, both places together."""
-        there = places(self.host(choice), self.device(choice), self._question.machine, disk=self._disk.bytes(choice.disk))
-        return sum(max(needed - available, 0) for needed, available in there.values())
+        return self._missing(*self._needs(choice, choice.home), choice.disk)
+
+    def _short_with(self, choice: Choice, home: int) -> int:
+        """The same of ``choice`` with ``home`` units at home, and as few @disk as that needs."""
+        host, device = self._needs(choice, home)
+        return self._missing(host, device, self._on_disk(home, host, device) if self._disk.is_there else ())
+
+    def _missing(self, host: int, device: int, disk: tuple[int, ...]) -> int:
+        """Of bytes that are needed with nothing @disk, and what is there. As ``problem.places`` has it."""
+        over_host = host + (device if self._one_memory else 0) - self._host
+        over_device = device - self._device if self._device is not None else 0
+        over_disk = 0
+        if disk:
+            over_host -= self._disk.saved(disk)
+            over_disk = self._disk.bytes(disk) - self._question.machine.disk_available
+        return max(over_host, 0) + max(over_device, 0) + max(over_disk, 0)
 
     def host(self, choice: Choice) -> int:
-        planes = self._weights[choice.carry].planes
-        beside = self._inputs_of(choice).host_bytes + self._arrivals_of(choice) - self._disk.saved(choice.disk)
-        return planes[-1] - planes[choice.home] + beside
+        return self._needs(choice, choice.home)[0] - self._disk.saved(choice.disk)
 
     def device(self, choice: Choice) -> int:
         """With the margin for estimates."""
-        there = self._weights[choice.carry].at_home[choice.home] + self._inputs_of(choice).device_bytes
-        return there + self._buffers_of(choice) + self._activations_of(choice)
+        return self._needs(choice, choice.home)[1]
 
-    def _arrivals_of(self, choice: Choice) -> int:
+    def _needs(self, choice: Choice, home: int) -> tuple[int, int]:
+        """(bytes @host, bytes @device) of ``choice`` with ``home`` units at home, and nothing @disk."""
+        host, device = self._planes_and_buffers(choice, home)
+        inputs = self._inputs_of(choice)
+        return host + inputs.host_bytes, device + inputs.device_bytes + self._activations_of(choice, home)
+
+    def _planes_and_buffers(self, choice: Choice, home: int) -> tuple[int, int]:
+        key = (home, choice.slots, choice.slabs, choice.waves > 1, choice.resident, choice.carry, choice.parts)
+        if key not in self._fixed:
+            weights, own = self._weights[choice.carry], self._in_memory(choice, home)
+            table = buffers(self._question.model, self._specs[choice.carry], own.on(Plan()))
+            host = weights.planes[-1] - weights.planes[home] + self._arrivals_of(choice, home)
+            self._fixed[key] = (host, weights.at_home[home] + sum(item.num_bytes for item in table))
+        return self._fixed[key]
+
+    def _arrivals_of(self, choice: Choice, home: int) -> int:
         if not self._question.on_arrival:
             return 0
-        return arrival_bytes(self._question.model, self._specs[choice.carry][GRAD], tuple(range(choice.home)))
+        return arrival_bytes(self._question.model, self._specs[choice.carry][GRAD], tuple(range(home)))
 
     def _inputs_of(self, choice: Choice) -> InputSizes:
         key = (choice.rows, choice.waves, choice.inputs)
@@ -288,32 +331,22 @@ class Books:
             self._inputs[key] = input_sizes(plan, model.boundary, model.num_layers, model.num_below)
         return self._inputs[key]
 
-    def _buffers_of(self, choice: Choice) -> int:
-        key = (choice.home, choice.slots, choice.slabs, choice.waves > 1, choice.resident, choice.carry, choice.parts)
-        if key not in self._buffers:
-            table = buffers(self._question.model, self._specs[choice.carry], choice.on(Plan()))
-            self._buffers[key] = sum(item.num_bytes for item in table)
-        return self._buffers[key]
-
-    def _activations_of(self, choice: Choice) -> int:
+    def _activations_of(self, choice: Choice, home: int) -> int:
         several = choice.richer_budget if choice.richer else 0.0
         again = choice.inputs > 0 or choice.mlp_chunk > 0
-        shape_of_head = (choice.rows, choice.budget, choice.chunk, several, self._parts_of_head(choice))
+        whole = home == self._units  # units go home from the prologue on: the head is the last, and whole there
+        shape_of_head = (choice.rows, choice.budget, choice.chunk, several, 1 if whole else choice.parts)
         of_micro_batch = (*shape_of_head, again, choice.mlp_chunk)
-        filling = (choice.richer, choice.inputs, choice.attention)
-        key = (*of_micro_batch, choice.waves, choice.home == self._units, *filling)
+        key = (*of_micro_batch, choice.waves, whole, choice.richer, choice.inputs, choice.attention)
         if key not in self._activations:
-            question, plan = self._question, choice.on(Plan(compile=self._question.compiles, fp32=self._question.fp32))
+            question = self._question
+            plan = self._in_memory(choice, home).on(Plan(compile=question.compiles, fp32=question.fp32))
             if of_micro_batch not in self._working:
                 self._working[of_micro_batch] = question.working(plan)
             table = activations(question.model, plan, question.shape, self._working[of_micro_batch])
             total = sum(item.num_bytes for item in table)
             self._activations[key] = total + int(ESTIMATE_MARGIN * sum(item.num_bytes for item in table if not item.exact))
         return self._activations[key]
-
-    def _parts_of_head(self, choice: Choice) -> int:
-        """Units go home from the prologue on: the head is the last, and whole there."""
-        return 1 if choice.home == self._units else choice.parts
 
     # ---------------------------------------------------------------- seconds
 
@@ -350,7 +383,7 @@ class Books:
 
     def _compute_of(self, choice: Choice) -> tuple[float, float]:
         """(all micro-batches, the forward of one through the layers)."""
-        in_parts = (choice.parts if not choice.home else 1, self._parts_of_head(choice))
+        in_parts = (choice.parts if not choice.home else 1, 1 if choice.home == self._units else choice.parts)
         again = (choice.inputs, choice.mlp_chunk, choice.attention)
         key = (choice.rows, choice.budget, choice.chunk, choice.richer_budget, choice.richer, *again, *in_parts)
         if key not in self._paces:
