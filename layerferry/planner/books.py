@@ -8,7 +8,7 @@ at home are always the first ones of the model, so what they weigh is a running 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from layerferry.plan import Plan
 from layerferry.planner import compute
 from layerferry.planner.held import DEVICE, HOST, arrival_bytes, disk_bytes, disk_order, unit_bytes
 from layerferry.planner.machine import Machine
-from layerferry.planner.memory import Working, activations, buffers, plan_specs
+from layerferry.planner.memory import InLayers, Working, buffers, fullest, in_layers, plan_specs
 from layerferry.planner.problem import ESTIMATE_MARGIN, Problem, places
 from layerferry.planner.time import layer_uploads, waves_of
 from layerferry.planner.updates import orthogonal_s, update_s
@@ -41,8 +41,6 @@ class Choice(NamedTuple):
     resident: bool
     carry: bool
     parts: int = 1
-    richer_budget: float = 0.0
-    richer_first: bool = False
     home: int = 0
     richer: int = 0
     inputs: int = 0
@@ -50,6 +48,13 @@ class Choice(NamedTuple):
     """Indexes of the units whose state is @disk."""
     mlp_chunk: int = 0
     attention: int = 0
+    richer_budget: float = 0.0
+    richer_first: bool = False
+
+    @property
+    def but_for_richer(self) -> Choice:
+        """Without layers that may keep more."""
+        return Choice(*self[:-2])
 
     def on(self, base: Plan) -> Plan:
         """``base`` with this choice, without bytes and seconds."""
@@ -175,6 +180,7 @@ class Books:
         self._fixed: dict[tuple[int, int, int, bool, bool, bool, int], tuple[int, int]] = {}
         self._paces: dict[tuple[int, float, int, float, int, int, int, int, int, int], tuple[float, float]] = {}
         self._inputs: dict[tuple[int, int, int], InputSizes] = {}
+        self._in_layers: dict[Hashable, InLayers] = {}
         self._plain: Choice | None = None
         self._plain_at_home: tuple[Choice, int]
         self._disk = _Disk(question)
@@ -211,10 +217,12 @@ class Books:
 
     def _without_richer(self, choice: Choice) -> tuple[Choice, int]:
         """``choice`` with units at home alone; remembered for the next one, which often differs in what layers may keep."""
-        plain = choice._replace(richer_budget=0.0, richer_first=False)
+        plain = choice.but_for_richer
         if plain != self._plain:
             self._plain, self._plain_at_home = plain, self._at_home(plain)
         found, short = self._plain_at_home
+        if short or not choice.richer_budget:
+            return found, short
         return found._replace(richer_budget=choice.richer_budget, richer_first=choice.richer_first), short
 
     def _richer(self, choice: Choice) -> Choice:
@@ -343,10 +351,20 @@ class Books:
             plan = self._in_memory(choice, home).on(Plan(compile=question.compiles, fp32=question.fp32))
             if of_micro_batch not in self._working:
                 self._working[of_micro_batch] = question.working(plan)
-            table = activations(question.model, plan, question.shape, self._working[of_micro_batch])
-            total = sum(item.num_bytes for item in table)
-            self._activations[key] = total + int(ESTIMATE_MARGIN * sum(item.num_bytes for item in table if not item.exact))
+            working = self._working[of_micro_batch]
+            lines = fullest(question.model, plan, question.shape, working, self._in_layers_of(plan, working))
+            total = sum(num_bytes for _, num_bytes in lines)
+            self._activations[key] = total if working.measured else total + int(ESTIMATE_MARGIN * total)
         return self._activations[key]
+
+    def _in_layers_of(self, plan: Plan, working: Working) -> InLayers:
+        """The same for all ways of cutting the head and its logits."""
+        of_layers = (working.layers, working.others, working.router_gradients, plan.mlp_chunk_tokens)
+        kept = (plan.activation_budget, plan.richer_layers, plan.richer_budget, plan.host_inputs, plan.kept_attention)
+        key = (plan.micro_batch_rows, plan.num_waves, *kept, *of_layers)
+        if key not in self._in_layers:
+            self._in_layers[key] = in_layers(self._question.model, plan, self._question.shape, working)
+        return self._in_layers[key]
 
     # ---------------------------------------------------------------- seconds
 

@@ -202,32 +202,55 @@ def buffers(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan) -> tuple[I
 
 
 def activations(model: Model, plan: Plan, shape: Shape, working: Working) -> tuple[Item, ...]:
+    lines = fullest(model, plan, shape, working, in_layers(model, plan, shape, working))
+    return tuple(Item(what=what, place=DEVICE, num_bytes=num_bytes, exact=working.measured) for what, num_bytes in lines)
+
+
+@dataclass(frozen=True, slots=True)
+class InLayers:
+    """What is alive @device in the layers' phases, whatever the head does."""
+
+    kept: int
+    """Of one micro-batch, in all layers."""
+    computed_again: bool
+    """Some layers' inputs are waited for, or computed from."""
+    phases: Mapping[str, Phase]
+
+
+def in_layers(model: Model, plan: Plan, shape: Shape, working: Working) -> InLayers:
     total = micro_batches_of_wave(plan, shape.rows_per_step)
     hidden = total * tokens_of(plan, shape) * model.boundary
-    gradients = hidden + total * working.router_gradients
     layers, again = working.of_layers(model, plan), plan.num_rebuilt(model.num_layers)
     again = again if again > model.num_below else 0
     stays = [_stays(model, plan, shape, working, index) for index in range(again)]
     kept = sum(stays) + sum(layer.kept for layer in layers[again:])
-    first = total * working.prologue_kept - (hidden if again else 0)  # its hidden states are a layer's input, or leave
+    phases = _phases(layers, stays, total, hidden + total * working.router_gradients, hidden)
+    return InLayers(kept, again > 0, phases)
+
+
+def fullest(model: Model, plan: Plan, shape: Shape, working: Working, layers: InLayers) -> list[tuple[str, int]]:
+    """(what, bytes @device) in the phase that needs most."""
+    total = micro_batches_of_wave(plan, shape.rows_per_step)
+    hidden = total * tokens_of(plan, shape) * model.boundary
+    gradients = hidden + total * working.router_gradients
+    away = hidden if layers.computed_again else 0  # the first hidden states are a layer's input, or leave
+    first = total * working.prologue_kept - away
     between = total * (working.head_kept + working.router_gradients) if working.head_kept else gradients
     head = max(working.head_peak - between // total, _rounded_at_home(model, plan))  # its peak has a micro-batch's share in it
-    phases = _phases(layers, stays, total, gradients, hidden)
-    phases["head and loss"] = Phase(hidden if again else 0, between, head)
+    phases = {**layers.phases, "head and loss": Phase(away, between, head)}
     if shape.evaluates:
         alive = gradients + total * (working.prologue_kept + working.head_kept) + working.evaluation_peak
-        phases["head of an evaluation"] = Phase(0, 0, alive - total * kept - first)
+        phases["head of an evaluation"] = Phase(0, 0, alive - total * layers.kept - first)
     name = max(phases, key=lambda name: phases[name].total)
     phase = phases[name]
-    lines = [
+    return [
         ("buffers and library workspaces", model.buffer_bytes + working.workspaces),
-        ("ids, masks and rotary tables" if again else "inputs and first hidden states", first),
-        ("kept activations", total * kept),
+        ("ids, masks and rotary tables" if layers.computed_again else "inputs and first hidden states", first),
+        ("kept activations", total * layers.kept),
         *([("hidden states between layers", phase.hidden)] if phase.hidden else []),
         ("gradients of hidden states", phase.gradients),
         (f"working set: {name}", phase.rest),
     ]
-    return tuple(Item(what=what, place=DEVICE, num_bytes=num_bytes, exact=working.measured) for what, num_bytes in lines)
 
 
 def _stays(model: Model, plan: Plan, shape: Shape, working: Working, index: int) -> int:

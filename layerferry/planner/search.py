@@ -156,17 +156,17 @@ def choices(question: Problem) -> Iterator[Choice]:
     every = question.model.num_layers
     inputs, attention = min(pins.host_inputs or 0, every), min(pins.kept_attention or 0, every)
     rows_choices = [pins.micro_batch_rows] if pins.micro_batch_rows else _row_choices(question)
-    buffer_choices, parts_choices = _buffer_choices(question), _parts_choices(question)
+    buffer_choices, parts_choices, may_travel = _buffer_choices(question), _parts_choices(question), _may_travel(question)
     for rows in rows_choices:
         chunks = _chunk_choices(question, min(rows, shape.rows_per_step) * shape.row_tokens)
         for waves in _wave_choices(question, rows, last=rows == min(rows_choices)):
             carries = _carry_choices(question, waves)
             kinds = product(parts_choices, budgets, chunks, buffer_choices, carries)
             for parts, budget, chunk, (slots, slabs), (resident, carry) in kinds:
-                choice = Choice(rows, waves, budget, chunk, slots, slabs, resident, carry, parts)
-                choice = choice._replace(inputs=inputs, attention=attention, mlp_chunk=pins.mlp_chunk_tokens or 0)
+                own = (rows, waves, budget, chunk, slots, slabs, resident, carry, parts)
+                choice = Choice(*own, inputs=inputs, attention=attention, mlp_chunk=pins.mlp_chunk_tokens or 0)
                 yield from _with_richer(question, choice)
-                if budget == max(budgets) and _may_travel(question):
+                if budget == max(budgets) and may_travel:
                     again = choice if "activation_budget" in pins else choice._replace(budget=_free_budget(question))
                     yield from _with_richer(question, again._replace(inputs=every))
                     if shape.row_tokens > LONG_ROW and pins.mlp_chunk_tokens != 0 and not pins.richer_layers:
