@@ -84,14 +84,14 @@ def _search(question: Problem, keys: Collection[Key] | None) -> tuple[Plan, bool
     for number, choice in enumerate(chain(choices(question), _last_resort(question, queue))):
         if keys is not None and not _is_measured(choice, base, keys):
             continue
-        choice, short = books.furnished(choice)
-        if short and _may_fill(question, choice) and (filled := books.filled(choice)) is not None:
-            choice, short = filled, 0
+        found, short = books.furnished(choice)
+        if short and _may_fill(question, choice) and (filled := books.filled(found)) is not None:
+            found, short = filled, 0
         if not short:
-            compute_s = books.compute_s(choice) if choice.disk else 0.0
-            queue.append((books.least_seconds(choice) * _handicap(question, choice), compute_s, number, choice))
+            compute_s = books.compute_s(found) if found.disk else 0.0
+            queue.append((books.least_seconds(found) * _handicap(question, found), compute_s, number, found))
         elif not queue and (nearest is None or short < nearest[0]):
-            nearest = (short, choice)
+            nearest = (short, found)
     if queue:
         fastest = _fastest(question, base, queue)
         others = [other for other in _fewer_parts(question, books, fastest) if keys is None or _is_measured(other, base, keys)]
