@@ -14,8 +14,8 @@ from layerferry.optim.formats import StateFormat
 from layerferry.optim.muon import Muon
 from layerferry.optim.sgd import SGD
 from layerferry.plan import Plan, Seconds
-from layerferry.planner.books import _Disk
 from layerferry.planner.choose import decide
+from layerferry.planner.disk_books import DiskBooks
 from layerferry.planner.facts import Model
 from layerferry.planner.held import DEVICE, DISK, HOST, planes
 from layerferry.planner.machine import Machine
@@ -98,7 +98,7 @@ def test_as_few_units_as_the_host_lacks_room_for_and_the_last_layers() -> None:
 def test_ends_come_last_because_every_buffer_would_be_as_large() -> None:
     """10 bytes a parameter, of a layer 2.2 GiB, of an end 5.1; less three buffers as large as the largest."""
     question = ask()
-    found = _Disk(question)
+    found = DiskBooks(question)
     layers, end = len(question.model.layer_units), len(question.model.units) - 1
     sizes = [state_bytes(unit, question.specs) for unit in question.model.units]
     offered = found.choices(0)
