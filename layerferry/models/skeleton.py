@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from layerferry.backends.pages import untouched_zeros
 from layerferry.errors import ModelRefused
 from layerferry.layout import Entry, Layout, ParameterSpec, Plane
 from layerferry.models.build import fp32_only, locations, owner_types
@@ -28,8 +29,7 @@ from layerferry.models.router_balance import RouterBalance
 from layerferry.models.stack import LayerCall, StopForward, Stub, StubScript, find_stack
 from layerferry.models.tables import tables_of
 from layerferry.models.template import Template, behaviour_key
-from layerferry.models.varlen import NAME as VARLEN
-from layerferry.models.varlen import without_mask
+from layerferry.models.varlen import uses_varlen, without_mask
 from layerferry.units import Piece, Reach, Unit
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Skeleton:
         self.config: Any = model.config
         self.device = device
         text = model.config.get_text_config()
-        self.has_varlen = model.config._attn_implementation == VARLEN
+        self.has_varlen = uses_varlen(model)
         self.hidden_size = int(text.hidden_size)
         self.vocab_size = int(text.vocab_size)
         self.stack_name, self._stack = find_stack(model, model.config)
@@ -120,7 +120,7 @@ class Skeleton:
         on_meta = {name: self._parameter(name) for name in names}
         by_id = {}
         for name, parameter in on_meta.items():
-            zeros = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype))  # untouched zero pages: no memory
+            zeros = nn.Parameter(untouched_zeros(parameter.shape, parameter.dtype))
             self._swap(parameter, zeros)
             by_id[id(zeros)] = name
         try:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from layerferry.backends.pages import untouched_zeros
 from layerferry.layout import WEIGHT_PLANE, Plane
 from layerferry.models.embedding import EmbeddingTap, ServedTap, same_memory
 from layerferry.models.graph import tensors_in
@@ -60,13 +61,13 @@ def _lend(skeleton: Skeleton, unit: Unit, name: str, device: torch.device, lent:
 
 @contextmanager
 def _on_zeros(skeleton: Skeleton, units: tuple[Unit, ...]) -> Iterator[dict[int, list[nn.Parameter]]]:
-    """The ends bound to zero pages that nobody has touched, which take no memory; by unit index, in layout order."""
+    """The ends bound to zeros that take no memory; by unit index, in layout order."""
 
     def planes(device: str) -> dict[int, list[nn.Parameter]]:
         made = {}
         for unit in units:
-            buffer = torch.zeros(unit.layout.bytes(WEIGHT_PLANE), dtype=torch.uint8, device=device)
-            made[unit.index] = skeleton.bind(unit, Plane(unit.layout, WEIGHT_PLANE, buffer))
+            buffer = untouched_zeros([unit.layout.bytes(WEIGHT_PLANE)], torch.uint8)
+            made[unit.index] = skeleton.bind(unit, Plane(unit.layout, WEIGHT_PLANE, buffer.to(device)))
         return made
 
     try:

@@ -46,6 +46,11 @@ def boundaries(position_ids: Tensor) -> Tensor:
     return found
 
 
+def uses_varlen(model: PreTrainedModel) -> bool:
+    """Whether its attention is ours."""
+    return bool(model.config._attn_implementation == NAME)
+
+
 def use_where_possible(model: PreTrainedModel) -> bool:
     """Switch ``model`` to our attention function if it can run without masks; says whether it did."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS

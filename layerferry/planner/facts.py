@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layerferry.backends.pages import untouched_zeros
 from layerferry.engine.sizes import pieces_of
 from layerferry.layout import WEIGHT_PLANE, Plane
 from layerferry.models.embedding import EmbeddingTap
@@ -214,10 +215,10 @@ def _layer_calls(skeleton: Skeleton) -> list[list[LayerCall]] | None:
 
 @contextmanager
 def end_weights(skeleton: Skeleton, buffer: Tensor | None = None) -> Iterator[None]:
-    """Bind the prologue to ``buffer`` (None: zeros, on a CPU untouched pages) and back to ``meta``."""
+    """Bind the prologue to ``buffer`` (None: zeros, which take no memory on a CPU) and back to ``meta``."""
     unit = skeleton.prologue_unit
     num_bytes = unit.layout.bytes(WEIGHT_PLANE)
-    given = torch.zeros(num_bytes, dtype=torch.uint8, device=skeleton.device) if buffer is None else buffer
+    given = untouched_zeros([num_bytes], torch.uint8).to(skeleton.device) if buffer is None else buffer
     skeleton.bind(unit, Plane(unit.layout, WEIGHT_PLANE, given))
     try:
         with torch.no_grad():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from layerferry.backends.pages import host_pages
+from layerferry.backends.pages import host_pages, untouched_zeros
 
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -60,6 +60,19 @@ def test_pages_go_with_their_last_view() -> None:
     del view
     gc.collect()
     assert not any(line.startswith(address) for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_untouched_zeros_take_no_memory_while_they_are_read() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    before = resident()
+    zeros = untouched_zeros((1 << 14, 1 << 13), torch.bfloat16)
+    assert zeros.shape == (1 << 14, 1 << 13) and zeros.dtype == torch.bfloat16 and not zeros.any()
+    assert resident() - before < 32 << 20, "256 MiB were read"
+    zeros[1, 2] = 3.0
+    assert float(zeros.sum(dtype=torch.float32)) == 3.0
+    assert untouched_zeros((0, 4), torch.float32).shape == (0, 4) and untouched_zeros((), torch.float32).item() == 0.0
 
 
 RESIDENT = """
