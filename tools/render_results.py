@@ -20,13 +20,15 @@ BEGIN, END = "<!-- rows: tools/render_results.py -->", "<!-- end of rows -->"
 
 WHAT = {
     "7b-stream-44": "Qwen2.5-7B, everything streamed, only inputs kept",
-    "7b-stream-90": "the same, 4 layers keep more",
+    "7b-stream-90": "the same in micro-batches of 64 rows, 3 layers keep more",
     "7b-free": "Qwen2.5-7B, as the planner likes: embedding and 19 layers on the device",
     "7b-16k": "the same with 16k tokens a step: all but the head on the device",
     "7b-24gib": "Qwen2.5-7B with 24 GiB of device memory",
     "7b-10gib": "Qwen2.5-7B with 10 GiB of device memory",
     "7b-muon": "Qwen2.5-7B under Muon, everything streamed, only inputs kept",
     "7b-128k": "Qwen2.5-7B, one sequence of 131,072 tokens",
+    "14b-free": "Qwen2.5-14B, fp32 masters, as the planner likes: embedding and 17 layers on the device",
+    "32b-lean": "Qwen2.5-32B, 8-bit AdamW on bf16 weights, 65,536 tokens a step: embedding and 24 layers on the device",
     "14b-adam8": "Qwen2.5-14B under 8-bit AdamW, everything streamed",
     "3b-disk": "Qwen2.5-3B, optimizer state of 12 layers on a disk (1.6 GB/s)",
     "3b-free": "Qwen2.5-3B, as the planner likes: everything on the device",
