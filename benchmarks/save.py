@@ -71,18 +71,19 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--home", type=int, default=0, help="units, from the embedding on, that live on the device")
     parser.add_argument("--spare", type=float, default=0.0, help="GiB of host memory for copies")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--work", type=Path, default=Path("save_benchmark"), help="folder on the disk that is measured")
+    parser.add_argument("--work", type=Path, default=Path(), help="folder on the disk that is measured; nothing stays in it")
     return parser
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     args.work.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="save-benchmark-", dir=args.work))
     engine = engine_of(args)
-    saver = Saver(engine, args.work, run="0123456789abcdef", keep=1, spare_bytes=lambda: int(args.spare * GIB))
+    saver = Saver(engine, folder, run="0123456789abcdef", keep=1, spare_bytes=lambda: int(args.spare * GIB))
     raw, ours, released = [], [], []
     for number in range(args.repeats):
-        raw.append(max(raw_bytes_per_s(args.work, saver.num_bytes, threads) for threads in (1, 4)))
+        raw.append(max(raw_bytes_per_s(folder, saver.num_bytes, threads) for threads in (1, 4)))
         saver.start(number + 1, {})
         saved = saver.take_outcome(wait=True)
         assert saved is not None and saved.fault is None, saved
@@ -91,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
         say(f"raw {raw[-1] / 1e9:.2f} GB/s, saved at {ours[-1] / 1e9:.2f}, updates possible after {released[-1]:.2f} s")
     saver.close()
     engine.close()
-    shutil.rmtree(args.work)
+    shutil.rmtree(folder)
     row = {
         "benchmark": "save",
         "model": f"{args.model}, {len(engine.skeleton.layer_units)} layers",
