@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from layerferry.backends.base import Lane
 from layerferry.backends.chaos import ChaosBackend
 from layerferry.backends.cpu import CpuBackend
 from layerferry.engine.engine import Engine
 from layerferry.errors import DiskTierError
-from layerferry.layout import RESIDUE
+from layerferry.layout import GRAD, RESIDUE
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.base import Optimizer
 from layerferry.optim.formats import StateFormat
@@ -25,6 +27,7 @@ from layerferry.optim.sgd import SGD
 from layerferry.optim.verified import VerifiedOptimizer
 from layerferry.plan import Plan
 from layerferry.store.away import AwayError
+from layerferry.store.disk import RING
 from layerferry.store.scratch import ScratchFile
 from layerferry.store.store import state_bytes
 from tests.conformance.harness import make_engine, micro_batches
@@ -142,6 +145,53 @@ def test_planes_on_the_disk_are_neither_read_nor_written_by_accident() -> None:
         assert planes[RESIDUE].buffer.device.type == "cpu"
         assert engine.store.plane(unit, RESIDUE) is planes[RESIDUE]
     engine.close()
+
+
+@pytest.mark.parametrize("chaos", [None, 4])
+def test_updates_in_stages_and_a_checkpoint_have_the_whole_ring_at_once(
+    monkeypatch: pytest.MonkeyPatch, chaos: int | None
+) -> None:
+    """The worker has one unit between its halves and another that it begins, the reader of a checkpoint a third: nobody waits for
+    ever, what is read stays, and the bits are those of a run without a disk."""
+    expected = run(BASE, optimizer=Muon())
+    backend = CpuBackend() if chaos is None else ChaosBackend(chaos)
+    engine = make_engine(
+        small_model(), replace(BASE, on_disk=EVERY), backend=backend, optimizer=Muon(), scratch=MemoryFile(Path())
+    )
+    tier, counting, at_hand, most = engine.store.disk, threading.Lock(), set[int](), 0
+    assert tier is not None
+    real = tier.at_hand
+
+    @contextmanager
+    def counted(unit: int, *, writes: bool) -> Iterator[torch.Tensor]:
+        nonlocal most
+        with real(unit, writes=writes) as memory:
+            with counting:
+                at_hand.add(unit)
+                most = max(most, len(at_hand))
+            yield memory
+            with counting:
+                at_hand.discard(unit)
+
+    monkeypatch.setattr(tier, "at_hand", counted)
+    *others, last = engine.update_order
+    seen: list[float] = []
+    for step in range(STEPS):
+        hold = engine.deferred.hold(last)  # as a checkpoint does
+        try:
+            backend.wait(Lane.HOST, hold.settled.result(20))
+            with engine.store.at_hand(last, writes=False) as planes:
+                before = {kind: plane.buffer.clone() for kind, plane in planes.items() if kind != GRAD}
+                report = engine.step(micro_batches(4, seed=step), lr=1e-2 / (1 + step), max_grad_norm=0.5)
+                for unit in others:
+                    backend.wait(Lane.HOST, engine.deferred.ready(unit).result(20))
+                assert all(torch.equal(planes[kind].buffer, buffer) for kind, buffer in before.items())
+        finally:
+            hold.released.set_result(backend.record(Lane.HOST))
+        seen += [report.loss, report.grad_norm]
+    left = state(engine)
+    engine.close()
+    assert most == RING and seen == expected[0] and same(left, expected[1])
 
 
 # ---------------------------------------------------------------- a disk that fails

@@ -63,12 +63,19 @@ class SmallDisk(ScratchFile):
 
 
 class GatedFile(ScratchFile):
-    """Transfers of the ``kinds`` wait until they are let through."""
+    """Transfers of the ``kinds`` wait until they are let through. A context manager: a test that fails inside lets them through,
+    or the threads that wait would outlive it."""
 
     def __init__(self, folder: Path, *, kinds: tuple[str, ...]) -> None:
         super().__init__(folder)
         self._kinds = kinds
         self.gate = threading.Event()
+
+    def __enter__(self) -> GatedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.gate.set()
 
     def read_at(self, target: memoryview, position: int) -> None:
         if "read" in self._kinds:

@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -93,17 +94,19 @@ def test_any_order_of_readers_and_writers_against_a_dictionary(tmp_path: Path, s
 
     reader = threading.Thread(target=look)
     reader.start()
-    for value in range(1, 60):
-        if chance.random() < 0.2:
-            tier.expect(chance.sample(list(SIZES), chance.randint(0, len(SIZES))))
-        unit = chance.choice(list(SIZES))
-        if chance.random() < 0.6:
-            write(tier, unit, value)
-            truth[unit] = value
-        else:
-            assert read(tier, unit) == {truth[unit]}
-    stop.set()
-    reader.join()
+    try:
+        for value in range(1, 60):
+            if chance.random() < 0.2:
+                tier.expect(chance.sample(list(SIZES), chance.randint(0, len(SIZES))))
+            unit = chance.choice(list(SIZES))
+            if chance.random() < 0.6:
+                write(tier, unit, value)
+                truth[unit] = value
+            else:
+                assert read(tier, unit) == {truth[unit]}
+    finally:
+        stop.set()
+        reader.join()
     assert not fault, fault
     assert {unit: read(tier, unit) for unit in SIZES} == {unit: {value} for unit, value in truth.items()}
     tier.close()
@@ -143,21 +146,19 @@ def waits_for_a_buffer(tier: DiskTier) -> bool:
 def test_a_unit_is_written_behind_its_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three writers, one a buffer, have gone on while the disk has taken nothing; the next one must wait."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))  # of four threads the disk holds two
-    file = GatedFile(tmp_path, kinds=("write",))
-    tier = tier_of(tmp_path, file)
-    for unit in (3, 7, 8):
-        write(tier, unit, unit)
-    assert tier.is_busy and tier.bytes_written == 0
-    done = threading.Event()
-    fourth = threading.Thread(target=lambda: (write(tier, 9, 9), done.set()))
-    fourth.start()
-    while not (waits_for_a_buffer(tier) or done.is_set()):
-        time.sleep(0.001)
-    assert not done.is_set()
-    file.gate.set()
-    fourth.join(20)
-    assert done.is_set() and [read(tier, unit) for unit in (3, 7, 8, 9)] == [{3}, {7}, {8}, {9}]
-    tier.close()
+    with GatedFile(tmp_path, kinds=("write",)) as file, closing(tier_of(tmp_path, file)) as tier:
+        for unit in (3, 7, 8):
+            write(tier, unit, unit)
+        assert tier.is_busy and tier.bytes_written == 0
+        done = threading.Event()
+        fourth = threading.Thread(target=lambda: (write(tier, 9, 9), done.set()))
+        fourth.start()
+        while not (waits_for_a_buffer(tier) or done.is_set()):
+            time.sleep(0.001)
+        assert not done.is_set()
+        file.gate.set()
+        fourth.join(20)
+        assert done.is_set() and [read(tier, unit) for unit in (3, 7, 8, 9)] == [{3}, {7}, {8}, {9}]
 
 
 def test_other_bytes_than_were_written_are_found_and_named(tmp_path: Path) -> None:
@@ -192,7 +193,7 @@ def test_a_failing_transfer_reaches_whoever_comes_next_and_nobody_hangs(tmp_path
 def test_a_disk_that_does_not_answer_is_named_by_whoever_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gate opens when the line is written, in the thread that waits: without it, a hang."""
     monkeypatch.setattr(disk, "STANDSTILL_S", 0.05)
-    file, said = GatedFile(tmp_path, kinds=("write",)), []
+    said = []
 
     class Opens(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -201,11 +202,12 @@ def test_a_disk_that_does_not_answer_is_named_by_whoever_waits(tmp_path: Path, m
 
     handler, logger = Opens(), logging.getLogger("layerferry.store.disk")
     logger.addHandler(handler)
-    tier = tier_of(tmp_path, file)
-    write(tier, 3, 7)
-    assert read(tier, 3) == {7}
-    logger.removeHandler(handler)
-    tier.close()
+    try:
+        with GatedFile(tmp_path, kinds=("write",)) as file, closing(tier_of(tmp_path, file)) as tier:
+            write(tier, 3, 7)
+            assert read(tier, 3) == {7}
+    finally:
+        logger.removeHandler(handler)
     assert said and said[0] == f"the disk at {tmp_path} has not moved a byte for 0 s, and is waited for"
 
 

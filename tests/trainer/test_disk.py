@@ -123,7 +123,7 @@ def test_a_dead_disk_is_the_first_name_that_the_watchdog_calls(tmp_path: Path, k
         for step in range(3):
             engine.step(micro_batches(2, seed=step), lr=1e-2)
 
-    with Watchdog([watch.lane(), optimizer], 2.0, on_stall):  # far more than a step takes, on a busy machine too
+    with scratch, Watchdog([watch.lane(), optimizer], 2.0, on_stall):  # far more than a step takes, on a busy machine too
         thread = threading.Thread(target=steps)
         thread.start()
         thread.join(60)
