@@ -164,6 +164,7 @@ def reason_of(error: OSError) -> str:
         errno.EROFS: "the file system is read-only: remount it, or use another output_dir",
         errno.EACCES: "not permitted: check the owner and mode of output_dir",
         errno.ENOENT: "the folder has vanished: is the disk still mounted?",
+        errno.EFBIG: "the file is larger than is allowed: raise `ulimit -f`, or use another file system",
         errno.EIO: "the disk reports an input/output error: look at the kernel's log",
         errno.ESTALE: "the network file system has lost the folder: mount it again",
     }

@@ -46,8 +46,20 @@ def save_model(output: OutputFolder, engine: ModelSaver) -> None:
     except (OSError, CheckpointError) as error:
         reason = reason_of(error) if isinstance(error, OSError) else error
         reason = str(reason).rstrip(".")
-        where = f"the trained model could not be saved into {output.path}"
-        raise LayerFerryError(f"{where}: {reason}; {how_to_go_on(output)}") from error
+        told = f"the trained model could not be saved into {output.path}: {reason}"
+        raise LayerFerryError(f"{told}{_rescue(output, engine)}; {how_to_go_on(output)}") from error
+
+
+def _rescue(output: OutputFolder, engine: ModelSaver) -> str:
+    """Where the model is instead, if the folder is gone or another's by now: the last steps are in no checkpoint."""
+    if _elsewhere(output) is None:
+        return ""
+    try:
+        with output.beside() as folder:
+            engine.save_pretrained(folder)
+    except (OSError, CheckpointError):
+        return ""
+    return f"; its weights are in {folder} instead"
 
 
 def save_tokenizer_beside(output: OutputFolder, tokenizer: Any) -> None:

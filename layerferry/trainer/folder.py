@@ -17,7 +17,8 @@ from pathlib import Path
 from layerferry.checkpoint.files import reason_of
 from layerferry.checkpoint.folders import LATEST, clear_leftovers, put_back
 from layerferry.checkpoint.lock import FolderLock, LockedFiles
-from layerferry.config import TrainConfig
+from layerferry.checkpoint.manifest import MANIFEST
+from layerferry.config import Config, TrainConfig
 from layerferry.errors import ConfigError, LayerFerryError
 from layerferry.trainer.history import ALL_RESULTS, LOG_NAME
 from layerferry.trainer.output import OutputFolder
@@ -35,6 +36,8 @@ def claim(config: TrainConfig) -> FolderLock:
     if not config.output_dir.strip():
         raise ConfigError("output_dir: empty; name the folder that the results go to")
     folder = Path(config.output_dir)
+    if (folder / MANIFEST).is_file():
+        raise ConfigError(f"output_dir: {folder} is a checkpoint, and results would replace its files: use another output_dir")
     lock = FolderLock(folder)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -50,6 +53,16 @@ def claim(config: TrainConfig) -> FolderLock:
         lock.close()
         raise
     return lock
+
+
+def check_source(config: Config) -> None:
+    """``ConfigError`` where the results would replace the very model that training starts from."""
+    source, folder = Path(config.model.model_name_or_path), Path(config.train.output_dir)
+    if config.train.do_train and source.is_dir() and folder.is_dir() and source.samefile(folder):
+        raise ConfigError(
+            f"output_dir: {folder} is the model that training starts from (model_name_or_path), and its weights would be "
+            "replaced: use another output_dir"
+        )
 
 
 def _check_place(path: Path) -> None:

@@ -9,9 +9,11 @@ Checked by ``tests/trainer/test_output.py``.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -48,6 +50,20 @@ class OutputFolder:
 
     def remove(self, name: str) -> None:
         self.files.remove(self.path / name)
+
+    @contextmanager
+    def beside(self) -> Iterator[Path]:
+        """A new folder next to this one, for what is lost otherwise where this one is gone; nothing stays of it on an error."""
+        for number in itertools.count(1):
+            work = self.path.with_name(f"{self.path.name}-rescued-{number}")
+            with suppress(FileExistsError):
+                work.mkdir()
+                break
+        try:
+            yield work
+        except BaseException:
+            shutil.rmtree(work, ignore_errors=True)
+            raise
 
     @contextmanager
     def filling(self) -> Iterator[Path]:

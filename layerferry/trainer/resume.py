@@ -25,7 +25,7 @@ from layerferry.checkpoint.folders import (
     step_of,
     with_offer,
 )
-from layerferry.checkpoint.manifest import Manifest
+from layerferry.checkpoint.manifest import MANIFEST, Manifest
 from layerferry.checkpoint.restore import OtherState, check_weights, restore
 from layerferry.config import RESUME_NEVER, RESUME_NEWEST, TrainConfig
 from layerferry.engine.engine import Engine
@@ -124,6 +124,9 @@ def _folder(config: TrainConfig) -> Path | None:
 def _refuse_missing(folder: Path, config: TrainConfig) -> None:
     """A name that leads nowhere is no half checkpoint: it is mistyped, or ``save_total_limit`` has removed what it named."""
     if folder.exists():
+        inside = [] if (folder / MANIFEST).exists() else candidates(folder)
+        if inside:
+            raise CheckpointError(f"resume_from_checkpoint: {folder} is no checkpoint; the newest in it: {inside[0]}")
         return
     error = CheckpointError(f"resume_from_checkpoint: {folder} is not there")
     output_dir = Path(config.output_dir)

@@ -46,7 +46,7 @@ from layerferry.trainer.card import CARD, model_card
 from layerferry.trainer.checkpoints import Checkpoints, how_to_go_on, save_model, save_tokenizer_beside, side_files
 from layerferry.trainer.determinism import deterministic_kernels
 from layerferry.trainer.disk import DiskWatch
-from layerferry.trainer.folder import Records, claim, clear
+from layerferry.trainer.folder import Records, check_source, claim, clear
 from layerferry.trainer.history import STATE_NAME, History, clock_time
 from layerferry.trainer.interrupts import Interrupts
 from layerferry.trainer.loop import Loop
@@ -86,6 +86,7 @@ def train(config: Config) -> None:
     trackers = tracker_names(config.train.report_to)
     if not (config.train.do_train or wants_evaluation(config)):
         raise ConfigError("nothing to do: set do_train: true, do_eval: true, or both")
+    check_source(config)
     with claim(config.train) as lock:  # before anything in the folder is looked at
         _train(config, trackers, OutputFolder(Path(config.train.output_dir), LockedFiles(lock)))
 

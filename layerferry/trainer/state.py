@@ -144,7 +144,7 @@ def check_data(folder: Path, saved: Mapping[str, Any], found: Mapping[str, Any])
         "rows": "number of training rows",
         "content": "row somewhere (ids, labels or order: other files, tokenizer, template or cutoff_len)",
         "seed": "seed of the order (data_seed, seed)",
-        "shuffle": "disable_shuffling",
+        "shuffle": "shuffling (disable_shuffling)",
         "usable": "number of rows an epoch uses",
     }
     for key, name in names.items():

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from layerferry.config import TrainConfig
+from layerferry.config import ModelConfig, TrainConfig
 from layerferry.errors import ConfigError
-from layerferry.trainer.folder import claim, clear
+from layerferry.trainer.folder import check_source, claim, clear
 from layerferry.trainer.output import OutputFolder
+from tests.trainer.fakes import make_config
 
 
 def config(folder: Path, **train: object) -> TrainConfig:
@@ -87,3 +89,19 @@ def test_resuming_keeps_the_log(tmp_path: Path) -> None:
     (tmp_path / ".partial-removed-checkpoint-2").mkdir()
     clear(OutputFolder(tmp_path), config(tmp_path), resumes=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "trainer_log.jsonl"]
+
+
+def test_results_do_not_replace_what_a_run_starts_from(tmp_path: Path) -> None:
+    model, link = tmp_path / "model", tmp_path / "link"
+    model.mkdir()
+    link.symlink_to(model)
+    for output in (model, link):
+        run = replace(make_config(output), model=ModelConfig(model_name_or_path=str(model)))
+        with pytest.raises(ConfigError, match=f"output_dir: {output} is the model that training starts from .*: use another"):
+            check_source(run)
+        check_source(replace(run, train=replace(run.train, do_train=False)))
+    check_source(make_config(tmp_path / "out"))
+    (model / "manifest.json").write_text("{}")
+    with pytest.raises(ConfigError, match=f"output_dir: {model} is a checkpoint, and results would replace its files"):
+        claim(config(model))
+    assert [path.name for path in model.iterdir()] == ["manifest.json"]

@@ -56,6 +56,18 @@ def test_nothing_is_written_into_the_folder_of_a_successor(tmp_path: Path, name:
         assert {path.read_text() for path in folder.iterdir()} == {"theirs"} and len(list(folder.iterdir())) == 4
 
 
+def test_a_folder_beside_is_new_and_goes_where_it_fails(tmp_path: Path) -> None:
+    output = OutputFolder(tmp_path / "out")
+    (tmp_path / "out-rescued-1").mkdir()
+    with output.beside() as folder:
+        (folder / "a").write_text("a")
+    with pytest.raises(OSError), output.beside() as failed:
+        (failed / "a").write_text("half")
+        raise OSError(28, "full")
+    assert folder.name == "out-rescued-2"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out-rescued-1", "out-rescued-2"]
+
+
 def test_lines_are_added_and_never_through_a_link(tmp_path: Path) -> None:
     output = OutputFolder(tmp_path)
     output.append("log", "a\n")

@@ -189,9 +189,9 @@ def test_nobody_else_may_write_while_the_start_is_looked_for(
     assert begins() == 2 and seen == [str(output)]
 
 
-def test_no_checkpoint_there(begins: Begins, output: Path) -> None:
+def test_no_checkpoint_there(begins: Begins, output: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no manifest.json: no checkpoint of ours"):
-        begins(resume_from_checkpoint=str(output))
+        begins(resume_from_checkpoint=str(tmp_path))
 
 
 def test_a_checkpoint_that_is_not_there(begins: Begins, output: Path) -> None:
@@ -273,6 +273,11 @@ def test_no_room_is_found_before_the_first_step(begins: Begins, monkeypatch: pyt
         begins(overwrite_output_dir=True)
 
 
+def test_the_folder_of_checkpoints_is_no_checkpoint(begins: Begins, output: Path) -> None:
+    with pytest.raises(CheckpointError, match=rf"{output} is no checkpoint; the newest in it: {output}/checkpoint-2$"):
+        begins(resume_from_checkpoint=str(output))
+
+
 def test_a_folder_that_moves_while_a_run_writes(
     base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,14 +295,17 @@ def test_a_folder_that_moves_while_a_run_writes(
 
     with monkeypatch.context() as patch, caplog.at_level(logging.INFO, "layerferry"):
         patch.setattr(Engine, "step", step)
-        with pytest.raises(LayerFerryError, match=r"model could not be saved into .*; with output_dir naming where it is now"):
+        with pytest.raises(
+            LayerFerryError, match="could not be .*; its weights are in .*/out-rescued-1 instead; with output_dir"
+        ):
             train(make_config(base, output, max_steps=4))
     assert theirs and bytes_of(output) == theirs
     assert "checkpoint-4 could not be saved: " in caplog.text and "it was moved or replaced, or its disk" in caplog.text
     with caplog.at_level(logging.INFO, "layerferry"):
         train(make_config(base, moved, max_steps=4))
     train(make_config(base, tmp_path / "alone", max_steps=4))
-    assert (moved / "model.safetensors").read_bytes() == (tmp_path / "alone" / "model.safetensors").read_bytes()
+    for folder in (moved, tmp_path / "out-rescued-1"):
+        assert (folder / "model.safetensors").read_bytes() == (tmp_path / "alone" / "model.safetensors").read_bytes()
 
 
 def test_a_folder_that_moves_while_the_model_is_evaluated(

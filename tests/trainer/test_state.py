@@ -87,7 +87,7 @@ def test_a_missing_log_is_named(tmp_path: Path) -> None:
         ("rows", 6, "another number of training rows: 5 then, 6 now"),
         ("content", 8, r"another row somewhere \(ids, labels or order"),
         ("seed", 43, "another seed of the order"),
-        ("shuffle", False, "another disable_shuffling"),
+        ("shuffle", False, r"another shuffling \(disable_shuffling\): True then, False now"),
         ("usable", 5, "another number of rows an epoch uses"),
     ],
 )
