@@ -8,6 +8,8 @@ Checked by ``tests/data/test_kept.py``.
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from layerferry.errors import DataError
 
 TRAIN = "train"
 THEIRS = "dataset_dict.json"
+_PARTIAL = re.compile(r"\..+\.part-\d+")
+"""What a run that is writing, or was killed at it, has there: nobody's sets yet."""
 Sets = dict[str, SampleSet]
 """Training under ``train``, evaluation sets by name."""
 
@@ -29,20 +33,23 @@ def load(folder: Path, *, isolated: bool) -> Sets | None:
         return _load_theirs(folder, isolated)
     if (folder / f"{TRAIN}.npz").is_file():
         return {file.stem: _load_set(file) for file in sorted(folder.glob("*.npz"))}
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DataError(f"tokenized_path {folder} holds something else than tokenised data sets: name another folder")
+    if folder.exists() and (not folder.is_dir() or any(_PARTIAL.fullmatch(path.name) is None for path in folder.iterdir())):
+        raise DataError(
+            f"tokenized_path {folder} holds something else than tokenised data sets: name another folder, or empty it"
+        )
     return None
 
 
 def save(folder: Path, sets: Sets) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in sorted(sets, key=lambda name: name == TRAIN):  # train last: its presence says that all are there
-            partial = folder / f".{name}.part"
-            partial.unlink(missing_ok=True)
-            with partial.open("xb") as stream:
+        partial = {name: folder / f".{name}.part-{os.getpid()}" for name in sets}  # another run may build the same sets
+        for name, path in partial.items():
+            path.unlink(missing_ok=True)
+            with path.open("xb") as stream:
                 np.savez(stream, **sets[name].state())
-            partial.rename(folder / f"{name}.npz")
+        for name in sorted(sets, key=lambda name: name == TRAIN):  # train last: its presence says that all are there
+            partial[name].rename(folder / f"{name}.npz")
     except OSError as error:
         raise DataError(
             f"tokenized_path: {error.filename or folder} cannot be written: {error.strerror or error}: free the disk, or name "

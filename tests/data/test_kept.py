@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -35,6 +37,28 @@ def test_ours_come_back(tmp_path: Path) -> None:
     found = kept.load(tmp_path / "new", isolated=False)
     assert found is not None and set(found) == set(sets)
     assert found["train"].isolated and found["train"][0].labels.tolist() == [-100, 2]
+
+
+def test_a_run_that_was_killed_while_it_saved_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also not in that of one that saves beside it."""
+    sets = {name: SampleSet(iter([Row(input_ids=[1, 2], labels=[-100, 2])])) for name in ("eval", "train")}
+    real, files = np.savez, list[Path]()
+
+    def savez(stream: Any, **arrays: Any) -> None:
+        files.append(Path(stream.name))
+        if len(files) == 2:
+            stream.write(b"PK half")
+            raise KeyboardInterrupt
+        real(stream, **arrays)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "savez", savez)
+        patch.setattr(os, "getpid", lambda: 7)
+        with pytest.raises(KeyboardInterrupt):
+            kept.save(tmp_path, sets)
+    assert all(path.exists() for path in files) and kept.load(tmp_path, isolated=False) is None
+    kept.save(tmp_path, sets)
+    assert set(kept.load(tmp_path, isolated=False) or ()) == {"eval", "train"}
 
 
 def test_llamafactorys_are_read(tmp_path: Path) -> None:
