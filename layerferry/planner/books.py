@@ -115,6 +115,7 @@ class Books:
         self._paces: dict[tuple[int, float, int, float, int, int, int, int, int, int], tuple[float, float]] = {}
         self._inputs: dict[tuple[int, int, int], InputSizes] = {}
         self._in_layers: dict[Hashable, InLayers] = {}
+        self._least_short: dict[Hashable, int] = {}
         self._plain: Choice | None = None
         self._plain_at_home: tuple[Choice, int]
         self._disk = DiskBooks(question)
@@ -194,13 +195,15 @@ class Books:
 
     def _at_home(self, choice: Choice) -> tuple[Choice, int]:
         fewest, most = self._fewest_at_home(choice), self._disk.most_home
-        short = self._short_with(choice, fewest)
+        beside = self._beside_planes(choice, whole=fewest == self._units)
+        short = self._short_with(choice, fewest, beside)
         if self._question.machine.is_cpu or self._pinned_home is not None:
             return self._with(choice, fewest), short
-        if fewest < self._units == most and not self._short_with(choice, self._units):
-            return self._with(choice, self._units), 0  # buffers of the layers are gone: not in line with the rest
+        if fewest < self._units == most and not self._short_with(choice, most, self._beside_planes(choice, whole=True)):
+            return self._with(choice, most), 0  # buffers of the layers are gone: not in line with the rest
         if not short:
-            fewest = _most(lambda home: not self._short_with(choice, home), fewest, min(most, self._units - 1))
+            most = min(most, self._units - 1)
+            fewest = _most(lambda home: not self._short_with(choice, home, beside), fewest, most)
         return self._with(choice, fewest), short
 
     def _with(self, choice: Choice, home: int) -> Choice:
@@ -222,10 +225,19 @@ class Books:
         """Bytes that are missing, both places together."""
         return self._missing(*self._needs(choice, choice.home), choice.disk)
 
-    def _short_with(self, choice: Choice, home: int) -> int:
+    def _short_with(self, choice: Choice, home: int, beside: tuple[int, int]) -> int:
         """The same of ``choice`` with ``home`` units at home, and as few @disk as that needs."""
-        host, device = self._needs(choice, home)
+        host, device = self._planes_and_buffers(choice, home)
+        host, device = host + beside[0], device + beside[1]
         return self._missing(host, device, self._on_disk(home, host, device) if self._disk.is_there else ())
+
+    def least_short(self, choice: Choice) -> int:
+        """Bytes that are missing, wherever units live and in whatever slots they land."""
+        key = (choice.rows, choice.waves, choice.budget, choice.chunk, choice.parts, choice.inputs, choice.mlp_chunk)
+        if key not in self._least_short:
+            beside = (self._beside_planes(choice, whole=whole) for whole in (False, True))
+            self._least_short[key] = min(self._missing(*num_bytes, ()) for num_bytes in beside)
+        return self._least_short[key]
 
     def _missing(self, host: int, device: int, disk: tuple[int, ...]) -> int:
         """Of bytes that are needed with nothing @disk, and what is there. As ``problem.places`` has it."""
@@ -247,8 +259,13 @@ class Books:
     def _needs(self, choice: Choice, home: int) -> tuple[int, int]:
         """(bytes @host, bytes @device) of ``choice`` with ``home`` units at home, and nothing @disk."""
         host, device = self._planes_and_buffers(choice, home)
+        host_beside, device_beside = self._beside_planes(choice, whole=home == self._units)
+        return host + host_beside, device + device_beside
+
+    def _beside_planes(self, choice: Choice, *, whole: bool) -> tuple[int, int]:
+        """Of inputs and activations. ``whole``: every unit is at home."""
         inputs = self._inputs_of(choice)
-        return host + inputs.host_bytes, device + inputs.device_bytes + self._activations_of(choice, home)
+        return inputs.host_bytes, inputs.device_bytes + self._activations_of(choice, whole=whole)
 
     def _planes_and_buffers(self, choice: Choice, home: int) -> tuple[int, int]:
         key = (home, choice.slots, choice.slabs, choice.waves > 1, choice.resident, choice.carry, choice.parts)
@@ -273,16 +290,17 @@ class Books:
             self._inputs[key] = input_sizes(plan, model.boundary, model.num_layers, model.num_below)
         return self._inputs[key]
 
-    def _activations_of(self, choice: Choice, home: int) -> int:
+    def _activations_of(self, choice: Choice, *, whole: bool) -> int:
         several = choice.richer_budget if choice.richer else 0.0
         again = choice.inputs > 0 or choice.mlp_chunk > 0
-        whole = home == self._units  # units go home from the prologue on: the head is the last, and whole there
-        shape_of_head = (choice.rows, choice.budget, choice.chunk, several, 1 if whole else choice.parts)
+        parts = 1 if whole else choice.parts  # units go home from the prologue on: the head is the last, and whole there
+        shape_of_head = (choice.rows, choice.budget, choice.chunk, several, parts)
         of_micro_batch = (*shape_of_head, again, choice.mlp_chunk)
         key = (*of_micro_batch, choice.waves, whole, choice.richer, choice.inputs, choice.attention)
         if key not in self._activations:
             question = self._question
-            plan = self._in_memory(choice, home).on(Plan(compile=question.compiles, fp32=question.fp32))
+            there = self._in_memory(choice, self._units) if whole else choice._replace(home=0)
+            plan = there.on(Plan(compile=question.compiles, fp32=question.fp32))
             if of_micro_batch not in self._working:
                 self._working[of_micro_batch] = question.working(plan)
             working = self._working[of_micro_batch]

@@ -84,8 +84,12 @@ def _search(question: Problem, keys: Collection[Key] | None) -> tuple[Plan, bool
     for number, choice in enumerate(chain(choices(question), _last_resort(question, queue))):
         if keys is not None and not _is_measured(choice, base, keys):
             continue
+        may_fill = _may_fill(question, choice)
+        least = 0 if may_fill or choice.inputs else books.least_short(choice)
+        if least and (queue or (nearest is not None and least >= nearest[0])):
+            continue
         found, short = books.furnished(choice)
-        if short and _may_fill(question, choice) and (filled := books.filled(found)) is not None:
+        if short and may_fill and (filled := books.filled(found)) is not None:
             found, short = filled, 0
         if not short:
             compute_s = books.compute_s(found) if found.disk else 0.0
