@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from layerferry.config import Config, DataConfig, ModelConfig
 from layerferry.errors import PlanError
+from layerferry.layout import PlaneSpec
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.formats import StateFormat
 from layerferry.optim.lion import Lion
@@ -27,6 +28,8 @@ from layerferry.planner.search import INEXACT, is_exact, search
 from layerferry.store.store import plane_specs
 from tests.planner.subjects import GIB, QWEN_7B, config, machine, qwen, skeleton, specs
 
+FEW: dict[str, Any] = {"chunk_tokens": 4096, "num_slots": 3, "num_slabs": 2}
+"""Pins that leave a search a thirtieth of its choices, where a test is about something else."""
 FREE_GIB = 0.98 * 139
 """What a run may use of an H200."""
 
@@ -237,11 +240,16 @@ def test_a_host_that_is_too_small_is_refused_with_the_model_that_fits() -> None:
 
 
 def test_a_host_that_is_too_small_names_the_format_that_fits() -> None:
-    shortfall = decide(problem(qwen("qwen2.5-7b"), specs(), machine(device_gib=20, host_gib=70), config(), 1024)).shortfall
-    assert shortfall is not None and re.search(r"optim: adamw_8bit fits \([\d.]+ GiB @host", shortfall)
     lean = plane_specs(AdamW(state_format=StateFormat(master="24bit", moments="8bit")).state_planes)
-    assert decide(problem(qwen("qwen2.5-7b"), lean, machine(device_gib=20, host_gib=70), config(), 1024)).shortfall is None
-    tiny = decide(problem(qwen("qwen2.5-7b"), lean, machine(device_gib=20, host_gib=30), config(), 1024)).shortfall
+
+    def asked(planes: dict[str, PlaneSpec], host_gib: int) -> str | None:
+        there = machine(device_gib=20, host_gib=host_gib)
+        return decide(problem(qwen("qwen2.5-7b"), planes, there, config(**FEW), 1024)).shortfall
+
+    shortfall = asked(specs(), 70)
+    assert shortfall is not None and re.search(r"optim: adamw_8bit fits \([\d.]+ GiB @host", shortfall)
+    assert asked(lean, 70) is None
+    tiny = asked(lean, 30)
     assert tiny is not None and "adamw_8bit" not in tiny, "what is not enough is not offered"
 
 
@@ -285,7 +293,7 @@ def test_measured_bytes_replace_the_estimate_and_measurements_are_few() -> None:
         layers = tuple(replace(layer, kept=3 * layer.kept) for layer in guess.layers)
         return replace(guess, layers=layers, measured=True)
 
-    question = ask(device_gib=60, given=config(rows=64))
+    question = ask(device_gib=60, given=config(rows=64, num_slots=3, num_slabs=2))
     without, decision = decide(question), decide(question, measure)
     assert 1 <= len(asked) <= MOST_MEASUREMENTS and len(set(asked)) == len(asked)
     assert decision.plan.calibrated and all(item.exact for item in decision.plan.items)

@@ -193,7 +193,7 @@ def test_the_books_are_the_byte_table_and_bound_the_seconds(device_gib: float) -
 
 
 def test_a_host_that_is_too_small_is_offered_a_momentum_of_8_bits() -> None:
-    there = machine(device_gib=20, host_gib=50)
-    shortfall = decide(problem(qwen("qwen2.5-7b"), muon(), there, config(), 1024)).shortfall
+    there, few = machine(device_gib=20, host_gib=50), config(chunk_tokens=4096, num_slots=3, num_slabs=2)
+    shortfall = decide(problem(qwen("qwen2.5-7b"), muon(), there, few, 1024)).shortfall
     assert shortfall is not None and "optim: muon_8bit fits (" in shortfall and "adamw" not in shortfall
-    assert decide(problem(qwen("qwen2.5-7b"), muon(state_format=LEAN), there, config(), 1024)).shortfall is None
+    assert decide(problem(qwen("qwen2.5-7b"), muon(state_format=LEAN), there, few, 1024)).shortfall is None
