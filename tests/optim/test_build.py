@@ -11,8 +11,15 @@ import pytest
 
 from layerferry.optim import build
 from layerferry.optim.native_kernels import NativeKernels
+from tests.optim import quick
 
 
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick.compile_quickly(monkeypatch)
+
+
+@pytest.mark.usefixtures("quickly")
 def test_the_library_is_named_by_key_and_content(tmp_path: Path) -> None:
     library = build.compile_native(tmp_path)
     assert build.intact_libraries(tmp_path, build.source_key()) == [library]
@@ -20,6 +27,7 @@ def test_the_library_is_named_by_key_and_content(tmp_path: Path) -> None:
     NativeKernels(library)
 
 
+@pytest.mark.usefixtures("quickly")
 def test_damaged_libraries_are_not_opened(tmp_path: Path) -> None:
     library = build.compile_native(tmp_path)
     whole = library.read_bytes()
@@ -28,6 +36,7 @@ def test_damaged_libraries_are_not_opened(tmp_path: Path) -> None:
         assert build.intact_libraries(tmp_path, build.source_key()) == []
 
 
+@pytest.mark.usefixtures("quickly")
 def test_a_library_from_another_source_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build.compile_native(tmp_path)
     for name in ("adamw.cpp", "common.h"):
@@ -59,10 +68,12 @@ def test_an_installation_without_torch_can_compile(tmp_path: Path) -> None:
     NativeKernels(Path(result.stdout.strip()))
 
 
+@pytest.mark.usefixtures("quickly")
 def test_processes_that_build_at_once_do_not_harm_each_other(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from layerferry.optim.build import compile_native; "
-        "compile_native(Path(sys.argv[1]))"
+        "import sys; from pathlib import Path; from layerferry.optim import build; "
+        f"build.BASE_FLAGS, build.FLAG_SETS = {quick.BASE_FLAGS!r}, {quick.FLAG_SETS!r}; "
+        "build.compile_native(Path(sys.argv[1]))"
     )
     running = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) for _ in range(3)]
     assert [process.wait(timeout=120) for process in running] == [0, 0, 0]
@@ -70,6 +81,7 @@ def test_processes_that_build_at_once_do_not_harm_each_other(tmp_path: Path) -> 
     assert libraries and len(libraries) == len(list(tmp_path.iterdir()))
 
 
+@pytest.mark.usefixtures("quickly")
 def test_a_failing_compiler_is_passed_over_for_one_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "false -an -argument")
     NativeKernels(build.compile_native(tmp_path))

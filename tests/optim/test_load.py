@@ -16,11 +16,13 @@ from layerferry.optim.adamw import AdamW
 from layerferry.optim.base import StepHyper
 from layerferry.optim.native_kernels import NativeKernels
 from layerferry.optim.reference import ReferenceKernels
+from tests.optim.quick import compile_quickly
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache, no prebuilt library, and nothing remembered before or after."""
+    compile_quickly(monkeypatch)
     prebuilt = tmp_path / "prebuilt"
     prebuilt.mkdir()
     monkeypatch.setattr(load, "NATIVE_FOLDER", prebuilt)
@@ -37,6 +39,17 @@ def forbid_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "compile_native", compile_native)
 
 
+def changed_sources(cache: Path, monkeypatch: pytest.MonkeyPatch, name: str, old: str, new: str) -> None:
+    """From now on libraries are built from sources with ``new`` in the place of ``old``."""
+    folder = cache.parent.parent / "changed"
+    if not folder.exists():
+        shutil.copytree(build.SOURCE_FOLDER, folder)
+    source = (folder / name).read_text()
+    assert old in source
+    (folder / name).write_text(source.replace(old, new))
+    monkeypatch.setattr(build, "SOURCE_FOLDER", folder)
+
+
 def train(steps: int = 3) -> torch.Tensor:
     layout = Layout.of([ParameterSpec(name="weight", shape=(500,), dtype=torch.bfloat16)])
     optimizer = AdamW(weight_decay=0.1)
@@ -46,6 +59,13 @@ def train(steps: int = 3) -> torch.Tensor:
     for step in range(1, steps + 1):
         optimizer.step(planes, layout, StepHyper(lr=1e-3, step=step), threads=2)
     return planes["weight"].buffer
+
+
+@pytest.mark.parametrize("min_per_thread", ["1 << 14", "64"])
+def test_the_sources_as_they_are_pass(cache: Path, monkeypatch: pytest.MonkeyPatch, min_per_thread: str) -> None:
+    """However many threads have a part; what is refused below is refused for what was changed."""
+    changed_sources(cache, monkeypatch, "common.h", "1 << 14", min_per_thread)
+    assert isinstance(load.load_kernels(), NativeKernels)
 
 
 def test_built_once_then_found(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,14 +141,8 @@ def test_a_failing_build_trains_in_torch_with_one_warning(
 def test_a_library_that_computes_wrongly_is_refused(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, right: str, wrong: str
 ) -> None:
-    folder = cache.parent.parent / "changed"
-    shutil.copytree(build.SOURCE_FOLDER, folder)
-    source = (folder / name).read_text()
-    assert right in source
-    (folder / name).write_text(source.replace(right, wrong))
-    shared = (folder / "common.h").read_text()
-    (folder / "common.h").write_text(shared.replace("kMinPerThread = 1 << 14", "kMinPerThread = 64"))
-    monkeypatch.setattr(build, "SOURCE_FOLDER", folder)
+    changed_sources(cache, monkeypatch, name, right, wrong)
+    changed_sources(cache, monkeypatch, "common.h", "kMinPerThread = 1 << 14", "kMinPerThread = 64")
     with caplog.at_level(logging.WARNING):
         assert isinstance(load.load_kernels(), ReferenceKernels)
     assert len(caplog.records) == 1 and "reference" in caplog.text
