@@ -123,6 +123,11 @@ def with_notes(question: Problem, plan: Plan) -> Plan:
         notes.append(f"activations are estimated, not measured: {ESTIMATE_MARGIN:.0%} of them is kept free")
     if plan.on_disk and plan.seconds is not None:
         notes.append(_endurance(question, plan, plan.seconds))
+    if plan.on_disk and question.machine.disk_in_memory:
+        notes.append(
+            f"disk_folder lies in host memory (tmpfs): the {size_text(plan.total(DISK))} @disk are taken from there too, beside "
+            "what is counted @host; name a folder on a disk"
+        )
     there, needed = question.machine, needs(plan, question.machine)[HOST][0]
     if there.host_free is not None and needed > there.host_free:
         notes.append(

@@ -28,7 +28,7 @@ from layerferry.planner.disk_rates import DISK_GUESS, DISK_RATES, disk_rates
 from layerferry.planner.host import cores, host_limits, host_total, locked_limit
 from layerferry.planner.rate import GUESS, Rate
 from layerferry.planner.stopwatch import copied_bytes_per_s, device_traffic, links, matmul_flops_per_s, triad_bytes_per_s
-from layerferry.store.scratch import ScratchFile, check_folder
+from layerferry.store.scratch import ScratchFile, check_folder, is_memory
 
 BRIEF = "measured in brief"
 DISK_MEMORY = "disk_memory"
@@ -100,6 +100,8 @@ class Machine:
     disk_read_bytes_per_s: Rate = DISK_GUESS
     disk_write_bytes_per_s: Rate = DISK_GUESS
     """Checksums included, while both directions run."""
+    disk_in_memory: bool = False
+    """The folder of state @disk lies in host memory."""
     host_free: int | None = None
     """Bytes that the system says are free, where ``host_memory`` states another number."""
     unified: bool = False
@@ -181,7 +183,7 @@ def machine_for(engine: EngineConfig, backend: Backend, disk: Path = Path()) -> 
         return assemble(engine, backend, rates)
     check_folder(disk)
     found, notes = disk_rates(disk, engine.disk_memory)
-    there = assemble(engine, backend, rates | found, notes)
+    there = replace(assemble(engine, backend, rates | found, notes), disk_in_memory=is_memory(disk))
     free = ScratchFile(disk).free_bytes()
     return there if free >= engine.disk_memory else replace(there, disk_available=free, disk_source="free on the disk")
 
@@ -235,6 +237,7 @@ def assemble(engine: EngineConfig, backend: Backend, rates: dict[str, Rate], not
         cores=cores(),
         disk_available=engine.disk_memory or 0,
         disk_source=DISK_MEMORY,
+        disk_in_memory=False,
         unified=isinstance(backend, CudaBackend) and backend.is_unified,
         num_nodes=max(len(own_nodes()), 1),
         notes=notes,

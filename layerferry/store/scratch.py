@@ -38,6 +38,17 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(f"disk_folder: {folder}: {there} may not be written: check its owner and mode, or name another folder")
 
 
+def is_memory(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+    """Whether what is written into ``folder`` stays in host memory: ``/tmp`` is such a file system in some distributions."""
+    device = existing(folder).stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = [line.split() for line in mounts.read_text().splitlines()]
+    except OSError:
+        return False
+    return any(words[2] == number and words[words.index("-") + 1] in ("tmpfs", "ramfs") for words in lines if "-" in words)
+
+
 class ScratchFile:
     """Safe to use from any thread once it is open; transfers of all threads may overlap in time, but not in place."""
 

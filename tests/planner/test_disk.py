@@ -14,7 +14,7 @@ from layerferry.optim.formats import StateFormat
 from layerferry.optim.muon import Muon
 from layerferry.optim.sgd import SGD
 from layerferry.plan import Plan, Seconds
-from layerferry.planner.choose import decide
+from layerferry.planner.choose import decide, with_notes
 from layerferry.planner.disk_books import DiskBooks
 from layerferry.planner.facts import Model
 from layerferry.planner.held import DEVICE, DISK, HOST, planes
@@ -167,6 +167,9 @@ def test_the_report_has_bytes_seconds_and_what_is_written_a_day() -> None:
     assert f"{a_day / 1e12:.3g} TB a day" in words and "disk_units" in text and "(disk_memory): " in words
     assert "at 2 and 2 GB/s (measured)" in words
     assert plan.seconds.disk == pytest.approx(2 * plan.total(DISK) / 2e9)
+    assert "disk_folder lies in host memory" not in words
+    noted = with_notes(replace(question, machine=replace(question.machine, disk_in_memory=True)), plan).notes
+    assert any(note.startswith("disk_folder lies in host memory (tmpfs): the ") for note in noted)
 
 
 # ---------------------------------------------------------------- seconds

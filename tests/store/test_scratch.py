@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from layerferry.errors import ConfigError
-from layerferry.store.scratch import ALIGN_BYTES, ScratchFile, check_folder
+from layerferry.store.scratch import ALIGN_BYTES, ScratchFile, check_folder, is_memory
 
 
 def page(fill: int, blocks: int = 1) -> memoryview:
@@ -97,3 +97,13 @@ def test_a_folder_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # as root everything may
     with pytest.raises(ConfigError, match=f"{tmp_path} may not be written: check its owner"):
         check_folder(tmp_path / "made")
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("tmpfs", True), ("ramfs", True), ("ext4", False)])
+def test_a_disk_that_is_memory(tmp_path: Path, kind: str, expected: bool) -> None:
+    device = tmp_path.stat().st_dev
+    mounts = tmp_path / "mountinfo"
+    own = f"25 24 {os.major(device)}:{os.minor(device)} / {tmp_path} rw,relatime shared:1 - {kind} none rw"
+    mounts.write_text(f"24 27 999:6 / /dev/other rw - tmpfs none rw\nbroken\n{own}\n")
+    assert is_memory(tmp_path / "made" / "later", mounts) is expected
+    assert not is_memory(tmp_path, tmp_path / "nowhere")
