@@ -34,7 +34,10 @@ $(READY): pyproject.toml setup.py
 	$(PIP) --editable '.[data,demo,dev]'
 	touch $@
 
-test: lint unit wheel
+# Types and the wheel take one core each.
+test: $(READY)
+	$(MAKE) --jobs 2 --output-sync=target lint wheel
+	$(MAKE) unit
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .
