@@ -15,7 +15,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +186,7 @@ def predicted(engine: Engine, args: argparse.Namespace) -> Plan:
     question = problem(Model.of(engine.skeleton), specs, machine, config, args.row_tokens)
     read = calibrate.reader(engine.skeleton, engine.backend)
     known = {key_of(level): found for level in engine.plan.levels if (found := read(level, question.shape)) is not None}
-    question = replace(question, measured=known)
-    return question.complete(engine.plan)
+    return question.having(known).complete(engine.plan)
 
 
 def measure(engine: Engine, args: argparse.Namespace, resident: int) -> dict[str, Any]:

@@ -33,8 +33,8 @@ WHAT = {
     "3b-disk": "Qwen2.5-3B, optimizer state of 12 layers on a disk (1.6 GB/s)",
     "3b-free": "Qwen2.5-3B, as the planner likes: everything on the device",
     "3b-resident": "Qwen2.5-3B, an ordinary training script (compiled, fused loss, fp32 masters) in the same run",
-    "qwen3-30b-a3b": "24 layers of Qwen3-30B-A3B (8 of 128 experts), active parameters counted: embedding and 11 layers on the device",
-    "gpt-oss-120b": "3 of 36 layers of GPT-OSS-120B (4 of 128 experts), active parameters counted: as many as host and device hold",
+    "qwen3-30b-a3b": "24 layers of Qwen3-30B-A3B (8 of 128 experts), active parameters counted; 12 units on the device",
+    "gpt-oss-120b": "3 of 36 layers of GPT-OSS-120B (4 of 128 experts), active parameters counted; all that fit",
     "7b-packed-250": "Qwen2.5-7B, rows packed with samples of 250 tokens, kept apart",
     "7b-full-rows": "the same plan with full rows, in the same run",
 }

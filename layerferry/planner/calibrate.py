@@ -1,5 +1,5 @@
-"""Measure what the compiler and autograd keep: each distinct layer once, forward and backward, and the head, at the plan's
-own shape.
+"""Measure what the compiler and autograd keep, and how long layers take: each distinct layer once, forward and backward, and the
+head, at the plan's own shape.
 
 The measured object is the engine's: the tape, the template as the plan prepares it, the objective, over scratch slots with
 random weights. Differences of the backend's count of allocated bytes are all that is used, so whatever else is allocated
@@ -9,6 +9,8 @@ cancels:
 - its ``forward_peak`` and ``backward_peak``: the peak minus what was allocated before. Before the backward the kept tensors
   and the incoming gradient are there, as in the sweep;
 - the head's ``head_peak`` the same way, with every token trained: the fullest case; or that of the load-balancing loss;
+- a layer's seconds, forward and backward, but where token-wise parts run in chunks: of rows so long, attention is most, and
+  whether it runs twice is another choice;
 - ``workspaces``: what stays allocated once everything is gone (matrix libraries' buffers, which a new process lacks).
 
 Everything runs twice and the second run counts: the first compiles and tunes. Results are cached per user, keyed by whatever
@@ -22,11 +24,12 @@ import gc
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -55,6 +58,8 @@ from layerferry.units import Piece
 from layerferry.version import VERSION
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def measurer(skeleton: Skeleton, backend: Backend) -> Callable[[Plan, Shape], Working | None] | None:
@@ -105,7 +110,7 @@ def calibrate(skeleton: Skeleton, backend: Backend, plan: Plan, shape: Shape) ->
         with backend.computing():
             hidden, calls, prologue_kept = bench.prologue()
             firsts = [skeleton.keys.index(key) for key in dict.fromkeys(skeleton.keys)]
-            layers = tuple(bench.layer(index, hidden, calls[index]) for index in firsts)
+            layers, layer_s = zip(*(bench.layer(index, hidden, calls[index]) for index in firsts), strict=True)
             head_peak, evaluation_peak, head_kept = bench.head(hidden.detach())
             router_gradients, router_peak = bench.router_loss()
             head_peak = max(
@@ -126,9 +131,19 @@ def calibrate(skeleton: Skeleton, backend: Backend, plan: Plan, shape: Shape) ->
         router_gradients=router_gradients,
         workspaces=workspaces,
         measured=True,
+        layer_s=() if plan.mlp_chunk_tokens else layer_s,
     )
     log.debug("measured %s; workspaces %.3f GiB", working, workspaces / GIB)
     return working
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Of one piece of work: bytes that stay and peak, both above the level before, and seconds."""
+
+    kept: int
+    peak: int
+    seconds: float
 
 
 class _Bench:
@@ -165,14 +180,16 @@ class _Bench:
                 empty = torch.empty(unit.layout.bytes(WEIGHT_PLANE), dtype=torch.uint8, device="meta")
                 self._skeleton.bind(unit, Plane(unit.layout, WEIGHT_PLANE, empty))
 
-    def _peaks(self, work: Callable[[], Any]) -> tuple[Any, int, int]:
-        """(result, bytes that stay, peak), both above the level before."""
+    def _look(self, work: Callable[[], T]) -> tuple[T, _Seen]:
+        """The result with what was seen."""
         self._backend.synchronize()
         before = self._backend.allocated_bytes()
         self._backend.reset_peak()
+        begin = time.perf_counter()
         result = work()
         self._backend.synchronize()
-        return result, self._backend.allocated_bytes() - before, self._backend.peak_bytes() - before
+        seconds = time.perf_counter() - begin
+        return result, _Seen(self._backend.allocated_bytes() - before, self._backend.peak_bytes() - before, seconds)
 
     def prologue(self) -> tuple[Tensor, list[LayerCall], int]:
         unit = self._skeleton.prologue_unit
@@ -197,10 +214,11 @@ class _Bench:
             return hidden, calls, tap.look_ups
 
         run()
-        (hidden, calls, _), kept, _ = self._peaks(run)
-        return hidden, calls, kept
+        (hidden, calls, _), seen = self._look(run)
+        return hidden, calls, seen.kept
 
-    def layer(self, index: int, hidden: Tensor, call: LayerCall) -> LayerBytes:
+    def layer(self, index: int, hidden: Tensor, call: LayerCall) -> tuple[LayerBytes, tuple[float, float]]:
+        """Bytes, and seconds of (forward, backward)."""
         unit, slot = self._skeleton.layer_units[index], self._slots[True]
         self._fill(unit)
         accumulator = Plane(unit.layout, FP32_PLANE, self._sums[True])
@@ -218,10 +236,10 @@ class _Bench:
         gradient = torch.randn(hidden.shape, generator=self._generator, device=hidden.device, dtype=hidden.dtype)
         forward()
         backward()
-        _, kept, forward_peak = self._peaks(forward)
+        _, up = self._look(forward)
         self._routed[self._skeleton.keys[index]] = [torch.randn_like(logits) for logits in self._tape.routed(unit, 0)]
-        _, _, backward_peak = self._peaks(backward)
-        return LayerBytes(kept=kept, forward_peak=forward_peak, backward_peak=backward_peak)
+        _, down = self._look(backward)
+        return LayerBytes(kept=up.kept, forward_peak=up.peak, backward_peak=down.peak), (up.seconds, down.seconds)
 
     def head(self, hidden: Tensor) -> tuple[int, int, int]:
         """Peaks of the training head (its gradient included) and of an evaluation's; what is kept from part to part."""
@@ -254,15 +272,15 @@ class _Bench:
             objective.in_parts(evaluating).finish(training, hidden, both_passes())
 
         whole = not others
-        _, _, head_peak = self._second(train if whole else in_parts)
-        _, _, evaluation_peak = self._second(evaluate if whole else look)
-        head_kept = 0 if whole else self._second(both_passes)[1]
+        head_peak = self._second(train if whole else in_parts).peak
+        evaluation_peak = self._second(evaluate if whole else look).peak
+        head_kept = 0 if whole else self._second(both_passes).kept
         return head_peak, evaluation_peak, head_kept
 
-    def _second(self, work: Callable[[], Any]) -> tuple[Any, int, int]:
-        """``_peaks`` of the second run: the first compiles and tunes."""
+    def _second(self, work: Callable[[], object]) -> _Seen:
+        """Of the second run: the first compiles and tunes."""
         work()
-        return self._peaks(work)
+        return self._look(work)[1]
 
     def router_loss(self) -> tuple[int, int]:
         """(gradients that stay, peak) of the load-balancing loss over every layer's logits, which are there already."""
@@ -271,8 +289,8 @@ class _Bench:
             return 0, 0
         logits = [one for key in self._skeleton.keys for one in self._routed[key]]
         loss.step(logits, self._micro_batch, 0)
-        _, kept, peak = self._peaks(lambda: loss.step(logits, self._micro_batch, 0))
-        return kept, peak
+        _, seen = self._look(lambda: loss.step(logits, self._micro_batch, 0))
+        return seen.kept, seen.peak
 
 
 def _micro_batch(plan: Plan, shape: Shape, vocab_size: int) -> MicroBatch:
@@ -303,6 +321,7 @@ def cache_file(skeleton: Skeleton, backend: Backend, plan: Plan, shape: Shape) -
         "frozen": [unit.names[e.name] for unit in skeleton.units for e in unit.layout.entries if not e.trained],
         "rows": plan.micro_batch_rows,
         "shape": dataclasses.asdict(shape),
+        "seconds": "of layers",
         "plan": [plan.activation_budget, plan.chunk_tokens, plan.compile, plan.fp32, plan.end_parts, plan.mlp_chunk_tokens],
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
@@ -317,7 +336,8 @@ def _device(backend: Backend) -> str:
 def _read(path: Path) -> Working | None:
     try:
         found = json.loads(path.read_text())
-        return Working(**{**found, "layers": _layers(found["layers"]), "others": ()})  # a level is measured alone
+        own = {"layers": _layers(found["layers"]), "layer_s": tuple((up, down) for up, down in found["layer_s"])}
+        return Working(**{**found, **own, "others": ()})  # a level is measured alone
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 

@@ -87,7 +87,7 @@ def decide(question: Problem, measure: Measure | None = None) -> Decision:
         }
         if not found_now:
             break
-        question = replace(question, measured={**question.measured, **found_now})
+        question = question.having(found_now)
         plan, found = search(question)
     if found and not plan.calibrated and question.measured:
         plan = _measured_or(question, plan)
@@ -119,6 +119,8 @@ def with_notes(question: Problem, plan: Plan) -> Plan:
             "units are updated when their gradients arrive: nothing is clipped, and a step that is not finite cannot be "
             "skipped; the run ends there"
         )
+    if (slowest := max(question.model.slowness, default=1.0)) != 1.0 or min(question.model.slowness, default=1.0) != 1.0:
+        notes.append(f"layers were timed on this device: {slowest:.2f} times what its rates let expect, which the seconds go by")
     if not plan.calibrated and not question.machine.is_cpu:
         notes.append(f"activations are estimated, not measured: {ESTIMATE_MARGIN:.0%} of them is kept free")
     if plan.on_disk and plan.seconds is not None:

@@ -2,7 +2,8 @@
 
 A layer's time is its matrix products at the machine's rate, plus passes over activations at the device memory's rate, plus
 what recomputation adds under the activation budget; every micro-batch also pays for adding the layer's gradient to an fp32
-sum, and for launching. Constants are fitted to DESIGN's table for one compiled Qwen2.5-7B layer (16 rows of 1,024 tokens;
+sum, and for launching. Where a layer was timed on the machine and takes quite another time, all of that is multiplied by how much
+(``Model.slowness``). Constants are fitted to DESIGN's table for one compiled Qwen2.5-7B layer (16 rows of 1,024 tokens;
 624, 629, 597, 565 and 513 model-TFLOP/s at budgets 1.0, 0.7, 0.5, 0.3 and 0.0, about 600 with 8 rows at 0.7) and say where
 they come from. A frozen matrix saves the product that would be its gradient, a layer below everything that is trained its
 whole backward. Checked by ``tests/planner/test_time.py`` against
@@ -110,7 +111,8 @@ def pace(model: Model, plan: Plan, shape: Shape, machine: Machine) -> Pace:
     attend_back = 2 * attention / 3 / (speed * ATTENTION_BACKWARD * STEP_SHARE)
     attend_again = attend * max(again / whole - 1.0, 0.0) / (RECOMPUTATION[0][1] - 1.0)
     layers, inner = [], []
-    for number, kept in enumerate(model.kept):
+    slowness = model.slowness or (1.0,) * len(model.kept)
+    for number, (kept, slower) in enumerate(zip(model.kept, slowness, strict=True)):
         products = layer_flops / (speed * STEP_SHARE)
         passes = ACTIVATION_PASSES * kept.compiled + EXPERT_PASSES * kept.routed
         work = tokens * (products + passes * moved_s)
@@ -119,10 +121,10 @@ def pace(model: Model, plan: Plan, shape: Shape, machine: Machine) -> Pace:
         idle = tokens * own_gradient * (1 - kind.num_trained / kind.numel) / (speed * STEP_SHARE)
         forward = work * whole * FORWARD_SHARE + LAYER_OVERHEAD_S * FORWARD_SHARE
         backward = work * again - work * whole * FORWARD_SHARE + LAYER_OVERHEAD_S * (1 - FORWARD_SHARE) + sums - idle
-        layers.append((forward + attend, backward + attend_back + min(attend_again, attend)))
-        inner.append(tokens * products * FORWARD_SHARE * kept.inner_share)
+        layers.append((slower * (forward + attend), slower * (backward + attend_back + min(attend_again, attend))))
+        inner.append(slower * tokens * products * FORWARD_SHARE * kept.inner_share)
     ends = _ends(model, plan, tokens, machine)
-    return Pace(layers=tuple(layers), attention=attend, inner=tuple(inner), **ends)
+    return Pace(layers=tuple(layers), attention=min(slowness) * attend, inner=tuple(inner), **ends)
 
 
 def _ends(model: Model, plan: Plan, tokens: int, machine: Machine) -> dict[str, Any]:

@@ -96,6 +96,8 @@ class Model:
     """Layers below everything that is trained: no graph, no backward."""
     attention_bytes: int = 0
     """Bytes per token that attention kernels give in one layer, output and log-sum-exp; 0 where they cannot be kept."""
+    slowness: tuple[float, ...] = ()
+    """Seconds of a layer over those of ``compute.py``, by behaviour, as they were measured here; empty: 1.0 (``problem.py``)."""
 
     @property
     def num_layers(self) -> int:

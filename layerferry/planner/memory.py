@@ -88,6 +88,8 @@ class Working:
     """Of the load-balancing loss by router logits: they wait for the layers' backward."""
     workspaces: int = 0
     measured: bool = False
+    layer_s: tuple[tuple[float, float], ...] = ()
+    """Seconds of (forward, backward) by behaviour, where they were taken with the bytes."""
     others: tuple[tuple[LayerBytes, ...], ...] = ()
     """``layers`` under the further budgets of ``Plan.levels``."""
 

@@ -1,4 +1,5 @@
-"""The question that a choice answers: a model, its planes, a machine, what a step is made of, and what the user has pinned.
+"""The question that a choice answers: a model, its planes, a machine, what a step is made of, what the user has pinned, and what
+was measured.
 
 Also what "fits" means: bytes needed against bytes there, by place. Estimated activations must fit with a margin; a budget
 that the user wrote is used to the last byte, one that the system reports not quite.
@@ -8,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from statistics import geometric_mean
 
 from layerferry.config import Config, EngineConfig, Pins
 from layerferry.errors import PlanError
 from layerferry.layout import PlaneSpec, round_up
 from layerferry.plan import Plan, Seconds
+from layerferry.planner.compute import pace
 from layerferry.planner.facts import Model
 from layerferry.planner.held import DEVICE, DISK, HOST
 from layerferry.planner.machine import Machine
@@ -26,6 +29,9 @@ FRAGMENTATION = 0.02
 """Share of the free device bytes that the allocator cannot use."""
 HOST_RESERVE = 0.02
 """Share of the free host bytes that is left to everything else."""
+BELIEVED = 1.15
+"""What a layer's seconds must differ by from ``compute.py`` to be believed. They are those of a cool device, which is up to a
+tenth faster than one in the middle of a step; the constants are fitted to whole steps, but to few families and one device."""
 ROW_MULTIPLE = 8
 """Rows are padded to a multiple of this many tokens (data/batches.py)."""
 
@@ -49,6 +55,36 @@ class Problem:
     on_arrival: bool = False
     """The user wants units updated when their gradients arrive."""
     measured: Mapping[Key, Working] = field(default_factory=dict)
+
+    def having(self, found: Mapping[Key, Working]) -> Problem:
+        """With further measurements: of bytes, which replace estimates, and of layers' seconds."""
+        measured = {**self.measured, **found}
+        return replace(self, measured=measured, model=replace(self.model, slowness=self._slowness(measured)))
+
+    def _slowness(self, measured: Mapping[Key, Working]) -> tuple[float, ...]:
+        """By behaviour, the mean over all levels that were timed."""
+        plain, ratios = replace(self.model, slowness=()), []
+        for key, working in measured.items():
+            if working.layer_s:
+                expected = pace(plain, self._level(key), self.shape, self.machine).layers
+                ratios.append([sum(seen) / sum(own) for seen, own in zip(working.layer_s, expected, strict=True)])
+        means = [geometric_mean(own) for own in zip(*ratios, strict=True)]
+        return tuple(mean if max(mean, 1 / mean) > BELIEVED else 1.0 for mean in means)
+
+    def _level(self, key: Key) -> Plan:
+        """The layers' part of the plan that ``key`` is the key of."""
+        budget, rows, chunk, compiled, parts, inner = key
+        return Plan(
+            fp32=self.fp32,
+            activation_budget=budget,
+            micro_batch_rows=rows,
+            chunk_tokens=chunk,
+            compile=compiled,
+            end_parts=parts,
+            mlp_chunk_tokens=inner,
+            row_tokens=self.shape.row_tokens,
+            rows_per_step=self.shape.rows_per_step,
+        )
 
     @property
     def compiles(self) -> bool:

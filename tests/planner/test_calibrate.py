@@ -40,7 +40,7 @@ class Ledger(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.now = self.peak = self.num_operations = 0
         self._counts = True
         self._known: set[int] = set()
 
@@ -54,6 +54,7 @@ class Ledger(TorchDispatchMode):
             self._counts = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_operations += 1
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
@@ -184,6 +185,18 @@ def test_a_calibrated_plan_is_within_2_percent_of_a_real_step(
     assert planned == pytest.approx(real, rel=0.02)
 
 
+def test_a_layer_is_timed(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that counts operations: where inputs only are kept, the backward has those of the forward in it too."""
+    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: float(ledger.num_operations))
+    built, backend, shape = skeleton("llama", fp32=True, **SIZES), CountingBackend(ledger), Shape(row_tokens=16, rows_per_step=2)
+    plan = Plan(fp32=True, micro_batch_rows=2, row_tokens=16, rows_per_step=2)
+    ((forward, backward),) = calibrate.calibrate(built, backend, plan, shape).layer_s
+    ((once, again),) = calibrate.calibrate(built, backend, replace(plan, activation_budget=0.0), shape).layer_s
+    assert 0 < once < forward < backward, "what is kept is packed, operation by operation"
+    assert again == pytest.approx(backward + forward, rel=0.1)
+    assert calibrate.calibrate(built, backend, replace(plan, mlp_chunk_tokens=8), shape).layer_s == ()
+
+
 def test_measurements_are_read_again_and_a_changed_shape_is_not(ledger: Ledger, cache: Path) -> None:
     built, backend = skeleton("llama", **SIZES), CountingBackend(ledger)
     measure = calibrate.measurer(built, backend)
@@ -198,7 +211,8 @@ def test_measurements_are_read_again_and_a_changed_shape_is_not(ledger: Ledger, 
     assert calibrate.reader(built, backend)(replace(plan, chunk_tokens=8), shape) is None
     for damaged in ("{", "[" * 100_000):
         path.write_text(damaged)
-        assert measure(plan, shape) == first, "a damaged file is measured again"
+        measured = measure(plan, shape)
+        assert measured is not None and replace(measured, layer_s=first.layer_s) == first, "a damaged file is measured again"
 
 
 def test_a_backend_that_does_not_count_is_not_measured() -> None:

@@ -18,6 +18,7 @@ from layerferry.optim.formats import StateFormat
 from layerferry.optim.lion import Lion
 from layerferry.plan import Plan
 from layerferry.planner.choose import MOST_MEASUREMENTS, Decision, choose, decide, pinned_bytes, with_notes
+from layerferry.planner.compute import layer_paces, pace
 from layerferry.planner.facts import Kept, Model
 from layerferry.planner.flops import Flops
 from layerferry.planner.held import DEVICE, HOST
@@ -299,6 +300,25 @@ def test_measured_bytes_replace_the_estimate_and_measurements_are_few() -> None:
     assert decision.plan.calibrated and all(item.exact for item in decision.plan.items)
     assert gib(decision.plan, DEVICE) <= 60
     assert step_s(decision.plan) > step_s(without.plan), "three times as much does not fit where the estimate did"
+
+
+@pytest.mark.parametrize(("slower", "believed"), [(2.0, True), (0.6, True), (1.1, False), (0.9, False)])
+def test_layers_that_take_quite_another_time_than_expected_are_believed(slower: float, believed: bool) -> None:
+    question = ask(device_gib=60, given=config(rows=64, micro_batch_rows=16))
+
+    def measure(plan: Plan, shape: Shape) -> Working | None:
+        timed = pace(question.model, plan, shape, question.machine).layers
+        layer_s = tuple((0.9 * slower * up, 1.05 * slower * down) for up, down in timed)
+        return replace(estimate(question.model, plan, shape), layer_s=layer_s, measured=True)
+
+    plan = decide(question, measure).plan
+    expected = question.seconds(plan)
+    [(up, down), *_] = pace(question.model, plan, question.shape, question.machine).layers
+    seen = (0.9 * up + 1.05 * down) / (up + down) * slower if believed else 1.0
+    assert plan.seconds is not None
+    layers = 4 * sum(map(sum, layer_paces(question.model, plan, question.shape, question.machine)))
+    assert plan.seconds.compute == pytest.approx(expected.compute + (seen - 1) * layers, rel=0.01)
+    assert any("layers were timed" in note for note in plan.notes) is believed
 
 
 def test_where_nothing_can_be_measured_the_estimate_stands() -> None:
