@@ -3,7 +3,8 @@
     python benchmarks/step.py --model qwen2.5-7b --rows 128 --row-tokens 1024 --micro-batch-rows 32 --budget 0.0
 
 prints one JSON object (benchmarks/README.md says what its fields mean) and appends it to ``--out``. Weights and tokens are
-random. ``--variants`` measures further plans over the same store, which saves the minutes that filling it takes.
+random. ``--variants`` measures further plans over the same store, which saves the minutes that filling it takes. SIGTERM ends the
+present step; the row is then that of the steps so far.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import signal
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -189,36 +193,26 @@ def predicted(engine: Engine, args: argparse.Namespace) -> Plan:
     return question.having(known).complete(engine.plan)
 
 
-def measure(engine: Engine, args: argparse.Namespace, resident: int) -> dict[str, Any]:
-    """One row: the median of ``args.steps`` steps after the warm-up."""
-    backend, plan = engine.backend, predicted(engine, args)
-    seconds, link, optimizer, busy, real, disk = [], [], [], [], [], []
-    uploaded = drained = 0
-    for number in range(args.warmup + args.steps):
-        batches = batches_for(engine, args)
-        if number == args.warmup:
-            backend.reset_peak()
-        (up0, down0), busy0, disk0 = moved(engine), engine.deferred.busy_s, on_disk(engine)
-        begin = time.perf_counter()
-        report = engine.step(batches, lr=1e-5)
-        if args.settle:
-            engine.settle()
-        step_s = time.perf_counter() - begin
-        up, down = moved(engine)
-        uploaded, drained = up - up0, down - down0
-        if number >= args.warmup:
-            seconds.append(step_s)
-            real.append(report.num_tokens)
-            link.append(report.exposed_link_s)
-            optimizer.append(report.exposed_optimizer_s + step_s - report.seconds)
-            busy.append(engine.deferred.busy_s - busy0)
-            disk.append([after - before for before, after in zip(disk0, on_disk(engine), strict=True)])
-        say(
-            f"step {number}: {step_s:.3f} s loss {report.loss:.4f} norm {report.grad_norm:.3f} "
-            f"exposed: optimizer {report.exposed_optimizer_s:.3f} s, link {report.exposed_link_s:.3f} s; "
-            f"optimizer {engine.deferred.busy_s - busy0:.2f} s peak {backend.peak_bytes() / GIB:.2f} GiB"
-        )
-    tokens = round(statistics.mean(real))
+@dataclass(slots=True)
+class Counted:
+    """Of every counted step, in order: seconds, what stood still for what, tokens that were trained on."""
+
+    seconds: list[float] = field(default_factory=list)
+    link: list[float] = field(default_factory=list)
+    optimizer: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    disk: list[list[float]] = field(default_factory=list)
+    uploaded: int = 0
+    """Bytes of the last step."""
+    drained: int = 0
+
+
+def measure(engine: Engine, args: argparse.Namespace, resident: int, told: Event) -> dict[str, Any]:
+    """One row: the median of ``args.steps`` steps after the warm-up, or of those that were done when it was ``told`` to end."""
+    plan = predicted(engine, args)
+    found = counted(engine, args, told)
+    tokens = round(statistics.mean(found.tokens))
     steps = Steps(
         case=case_of(args),
         model=args.model,
@@ -226,21 +220,63 @@ def measure(engine: Engine, args: argparse.Namespace, resident: int) -> dict[str
         row_tokens=args.row_tokens,
         tokens_per_step=tokens,
         flops_per_step=flops_per_token(engine.skeleton, args.sample_tokens or args.row_tokens) * tokens,
-        seconds=seconds,
+        seconds=found.seconds,
         num_params=engine.num_params,
-        peak_bytes=backend.peak_bytes(),
+        peak_bytes=engine.backend.peak_bytes(),
         resident_bytes=resident,
         plan=plan.to_dict()["choice"],
-        exposed_optimizer_s=optimizer,
-        exposed_link_s=link,
-        uploaded_bytes=uploaded,
-        downloaded_bytes=drained,
+        exposed_optimizer_s=found.optimizer,
+        exposed_link_s=found.link,
+        uploaded_bytes=found.uploaded,
+        downloaded_bytes=found.drained,
         predicted_step_s=None if plan.seconds is None else plan.seconds.step,
         predicted_device_bytes=plan.total("@device"),
     )
-    own = {
+    return step_row(steps, own_fields(engine, args, plan, steps, found), engine.backend, args)
+
+
+def counted(engine: Engine, args: argparse.Namespace, told: Event) -> Counted:
+    """The warm-up and then the steps that count; once ``told`` to end, no further than to the first of these."""
+    found = Counted()
+    for number in range(args.warmup + args.steps):
+        if number == args.warmup:
+            engine.backend.reset_peak()
+        one_step(engine, args, number, found)
+        if told.is_set() and found.seconds:
+            say(f"told to end: {len(found.seconds)} of {args.steps} steps count")
+            break
+    return found
+
+
+def one_step(engine: Engine, args: argparse.Namespace, number: int, found: Counted) -> None:
+    batches = batches_for(engine, args)
+    (up0, down0), busy0, disk0 = moved(engine), engine.deferred.busy_s, on_disk(engine)
+    begin = time.perf_counter()
+    report = engine.step(batches, lr=1e-5)
+    if args.settle:
+        engine.settle()
+    step_s = time.perf_counter() - begin
+    (up, down), busy_s = moved(engine), engine.deferred.busy_s - busy0
+    found.uploaded, found.drained = up - up0, down - down0
+    if number >= args.warmup:
+        found.seconds.append(step_s)
+        found.tokens.append(report.num_tokens)
+        found.link.append(report.exposed_link_s)
+        found.optimizer.append(report.exposed_optimizer_s + step_s - report.seconds)
+        found.busy.append(busy_s)
+        found.disk.append([after - before for before, after in zip(disk0, on_disk(engine), strict=True)])
+    say(
+        f"step {number}: {step_s:.3f} s loss {report.loss:.4f} norm {report.grad_norm:.3f} "
+        f"exposed: optimizer {report.exposed_optimizer_s:.3f} s, link {report.exposed_link_s:.3f} s; "
+        f"optimizer {busy_s:.2f} s peak {engine.backend.peak_bytes() / GIB:.2f} GiB"
+    )
+
+
+def own_fields(engine: Engine, args: argparse.Namespace, plan: Plan, steps: Steps, found: Counted) -> dict[str, Any]:
+    """What other benchmarks' rows do not have."""
+    return {
         "planned_bytes_per_param": round(engine.store.num_bytes / engine.num_params, 3),
-        "optimizer_busy_s": round(statistics.median(busy), 3),
+        "optimizer_busy_s": round(statistics.median(found.busy), 3),
         "planned_by": "planner" if args.auto else "hand",
         "hidden_size": engine.skeleton.hidden_size,
         "vocab_size": engine.skeleton.vocab_size,
@@ -249,9 +285,8 @@ def measure(engine: Engine, args: argparse.Namespace, resident: int) -> dict[str
         **(split(engine, steps) if args.row_tokens >= args.split_from else {}),
         "sample_tokens": args.sample_tokens or None,
         "optim": args.optim,
-        **(disk_fields(plan, disk, args) if plan.on_disk else {}),
+        **(disk_fields(plan, found.disk, args) if plan.on_disk else {}),
     }
-    return step_row(steps, own, backend, args)
 
 
 def moved(engine: Engine) -> tuple[int, int]:
@@ -314,6 +349,15 @@ def same_store(one: argparse.Namespace, other: argparse.Namespace) -> bool:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
     torch.manual_seed(0)
+    told = Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: told.set())
+    try:
+        measure_all(args, told)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def measure_all(args: argparse.Namespace, told: Event) -> None:
     engine: Engine | None = None
     previous, resident = args, 0
     for number, variant in enumerate(variants(args)):
@@ -332,7 +376,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             gc.collect()
             engine, resident = build(variant)
         previous = variant
-        emit(variant, measure(engine, variant, resident))
+        emit(variant, measure(engine, variant, resident, told))
+        if told.is_set():
+            break
         if args.timeline and number == 0:
             timeline(engine, variant, Path(args.timeline))
         if args.profile and number == 0:

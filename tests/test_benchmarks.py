@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import json
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -348,6 +349,25 @@ def test_a_killed_run_that_is_out_of_time_goes_on(tmp_path: Path) -> None:
     with pytest.raises(kill_resume.NotDone, match="waiting for a save: the same command goes on"):
         course.wait(child, lambda: False, "a save")
     assert child.killed
+
+
+def test_who_is_told_to_end_writes_the_row_of_the_steps_so_far(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, begun = program("step"), []
+    batches_for = step.batches_for
+
+    def third_time_lucky(*arguments: Any) -> Any:
+        begun.append(1)
+        if len(begun) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return batches_for(*arguments)
+
+    monkeypatch.setattr(step, "batches_for", third_time_lucky)
+    before = signal.getsignal(signal.SIGTERM)
+    (row,) = rows_of("step", ["--device", "cpu", *STEP, "--steps", "9", "--variants", "budget=0.0"], capsys)
+    assert len(row["step_s_all"]) == 2, "one to warm up, one before, one meanwhile; no other plan"
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_save_beside_the_raw_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
