@@ -18,30 +18,27 @@ from typing import Any
 
 from layerferry import api
 from layerferry.backends import make
+from layerferry.backends.base import Backend
 from layerferry.checkpoint.files import reason_of
 from layerferry.checkpoint.folders import LATEST, write_latest
 from layerferry.checkpoint.lock import LockedFiles
 from layerferry.checkpoint.save import Saver
 from layerferry.config import Config
-from layerferry.data import DataSets, Sampler, SampleSet, build, tokenizer
-from layerferry.data.batches import PAD_MULTIPLE
+from layerferry.data import DataSets, Sampler
 from layerferry.engine.anomaly import WatchfulTape
 from layerferry.engine.engine import Engine
 from layerferry.errors import CheckpointError, ConfigError, DiskTierError
 from layerferry.interop.checks import check
-from layerferry.models.build import read_config
 from layerferry.optim.base import Optimizer
 from layerferry.optim.choose import optimizer_for
-from layerferry.optim.schedule import schedule_of
 from layerferry.optim.verified import verified
 from layerferry.plan import Plan
 from layerferry.planner.facts import Model
 from layerferry.planner.host import host_limits
 from layerferry.planner.machine import machine_for
-from layerferry.planner.problem import problem
+from layerferry.planner.problem import Problem, problem
 from layerferry.planner.report import render
-from layerferry.store.scratch import check_folder as check_disk_folder
-from layerferry.trainer.cadence import Cadence
+from layerferry.trainer.asked import Asked, wants_evaluation
 from layerferry.trainer.card import CARD, model_card
 from layerferry.trainer.checkpoints import Checkpoints, how_to_go_on, save_model, save_tokenizer_beside, side_files
 from layerferry.trainer.determinism import deterministic_kernels
@@ -56,7 +53,7 @@ from layerferry.trainer.output import OutputFolder
 from layerferry.trainer.plots import plot_history
 from layerferry.trainer.progress import progress
 from layerferry.trainer.reporters import open_reporters, tracker_names
-from layerferry.trainer.resume import Start, find_start, latest_of, say_what_is_left_behind
+from layerferry.trainer.resume import Start, latest_of, say_what_is_left_behind
 from layerferry.trainer.retreat import retreat
 from layerferry.trainer.state import (
     RunState,
@@ -73,12 +70,6 @@ from layerferry.trainer.watchdog import Watchdog
 
 logger = logging.getLogger("layerferry.trainer")
 
-MAX_STEPS = 10**9
-"""More is a slip of the pen: at a step a second, thirty years."""
-
-POSITION_TABLES = ("biogpt", "codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "openai-gpt", "opt")
-"""Model types that look positions up in a table of fixed length: a longer row has no entry there."""
-
 
 def train(config: Config) -> None:
     """Run what ``config`` asks for: training, evaluation, or both."""
@@ -92,96 +83,93 @@ def train(config: Config) -> None:
 
 
 def _train(config: Config, trackers: list[str], output: OutputFolder) -> None:
-    if config.engine.disk_memory:
-        check_disk_folder(config.disk_folder)
-    start = find_start(config.train)
-    loaded = tokenizer.load(config)
-    data = build(config, loaded.tokenizer)
-    check_rows(config, data)
-    sampler = Sampler.of(config, len(data.train))
-    total_steps = steps_of(config, sampler) if config.train.do_train else 0
-    cadence = Cadence.of(config.train, total_steps, has_eval_rows=bool(data.eval))
-    if wants_evaluation(config) and not data.eval:
-        raise ConfigError("do_eval: true needs rows to evaluate on: set val_size or eval_dataset")
-    schedule = schedule_of(config.optim, total_steps)
+    asked = Asked.by(config)
     with ExitStack() as stack:
         if config.train.full_determinism:
             stack.enter_context(deterministic_kernels())
-        if start is not None:
-            check_start(start, config, data, sampler, total_steps)
+        if asked.start is not None:
+            check_start(asked.start, config, asked.data, asked.sampler, asked.total_steps)
         backend = make(config.engine.device)
         # before loading: free memory is what the plan had to choose from
         machine = machine_for(config.engine, backend, config.disk_folder)
-        row_tokens = max(int(samples.lengths.max()) for samples in (data.train, *data.eval.values()))
-        logger.info("loading weights ...")
-        engine = api.load(
-            config.model.model_name_or_path,
-            config=config,
-            backend=backend,
-            row_tokens=row_tokens,
-            optimizer=optimizer_of(config),
-            num_tokens=len(loaded.tokenizer),
-            weights=None if start is None else start.folder,
-        )
+        engine = _load(asked, backend)
         stack.callback(engine.close)
-        if start is not None:
-            start.restore(engine)
-            if (told := other_rounding(start.state.rounding, rounding_of(engine.plan))) is not None:
-                logger.warning("%s", told)
-        if config.train.detect_anomaly:
-            engine.tape_type = WatchfulTape
-        question = problem(Model.of(engine.skeleton), engine.store.specs, machine, config, row_tokens)
-        logger.info("%s", render(engine.plan, question))
-        logger.info(
-            "trainable params: %s || all params: %s || trainable%%: %.4f",
-            f"{engine.num_trained:,}",
-            f"{engine.num_params:,}",
-            100 * engine.num_trained / engine.num_params,
-        )
-        _say_what_comes(config, data, sampler, total_steps)
-        beside = side_files(engine, loaded.tokenizer)
-        other_model = [] if start is None else model_changes(start.folder, beside[CONFIG_NAME])
-        for change in other_model:
-            logger.warning("the model's config has changed since the checkpoint: %s", change)
-        clear(output, config.train, resumes=start is not None)
-        saver = stack.enter_context(closing(saver_of(config, engine, output, start)))
-        reporters = open_reporters(trackers, config, output)
-        for reporter in reporters:
-            stack.callback(reporter.close)
-        state = RunState() if start is None else start.state
-        history = History(config.train, cadence, output)
-        if config.train.do_train:  # an evaluation adds to the log of the run that has trained here
-            history.take_up(state.entries, state.log_lines, tokens_seen=state.tokens_seen, total_flops=state.total_flops)
-        if state.schedule:
-            schedule.load_state_dict(state.schedule)
-        loop = Loop(
-            config=config,
-            engine=engine,
-            tokenizer=loaded.tokenizer,
-            data=data,
-            sampler=sampler,
-            schedule=schedule,
-            cadence=cadence,
-            output=output,
-            history=history,
-            cursor=state.cursor,
-            totals=replace(state.totals),
-            last_eval=None if other_model else state.evaluation_that_holds(eval_facts(config, data.eval)),
-            skipped_batches=state.skipped_batches,
-            disk=None if engine.store.disk is None else DiskWatch(engine.store.disk, machine),
-            # a step that updates on arrival and fails has taken something already
-            retreat=None if engine.plan.on_arrival else lambda steps_done: retreat(engine, question, steps_done=steps_done),
-            checkpoints=Checkpoints(saver, beside),
-            reporters=reporters,
-            progress=stack.enter_context(progress(plain=config.train.disable_tqdm)),
-            meter=Meter(None if machine.is_cpu else machine.matmul_flops_per_s.value),  # on a CPU the share says little
-            recorder=StepRecorder(engine, output if config.engine.timeline else None, total_steps),
-            flops_per_token=question.model.flops.per_token,
-        )
+        _restore(asked, engine)
+        question = problem(Model.of(engine.skeleton), engine.store.specs, machine, config, asked.row_tokens)
+        _say_what_comes(asked, engine, question)
+        loop = _loop(asked, engine, question, trackers, output, stack)
         try:
             run(loop)
         except DiskTierError as error:
             raise DiskTierError(f"{error}; {how_to_go_on(output)}; disk_folder names another disk") from error
+
+
+def _load(asked: Asked, backend: Backend) -> Engine:
+    config, start = asked.config, asked.start
+    logger.info("loading weights ...")
+    return api.load(
+        config.model.model_name_or_path,
+        config=config,
+        backend=backend,
+        row_tokens=asked.row_tokens,
+        optimizer=optimizer_of(config),
+        num_tokens=len(asked.tokenizer),
+        weights=None if start is None else start.folder,
+    )
+
+
+def _restore(asked: Asked, engine: Engine) -> None:
+    """The rest of the checkpoint that the run goes on from."""
+    if asked.start is not None:
+        asked.start.restore(engine)
+        if (told := other_rounding(asked.start.state.rounding, rounding_of(engine.plan))) is not None:
+            logger.warning("%s", told)
+    if asked.config.train.detect_anomaly:
+        engine.tape_type = WatchfulTape
+
+
+def _loop(asked: Asked, engine: Engine, question: Problem, trackers: list[str], output: OutputFolder, stack: ExitStack) -> Loop:
+    """With everything that writes into the output folder; ``stack`` closes it."""
+    config, start, machine = asked.config, asked.start, question.machine
+    beside = side_files(engine, asked.tokenizer)
+    other_model = [] if start is None else model_changes(start.folder, beside[CONFIG_NAME])
+    for change in other_model:
+        logger.warning("the model's config has changed since the checkpoint: %s", change)
+    clear(output, config.train, resumes=start is not None)
+    saver = stack.enter_context(closing(saver_of(config, engine, output, start)))
+    reporters = open_reporters(trackers, config, output)
+    for reporter in reporters:
+        stack.callback(reporter.close)
+    state = RunState() if start is None else start.state
+    history = History(config.train, asked.cadence, output)
+    if config.train.do_train:  # an evaluation adds to the log of the run that has trained here
+        history.take_up(state.entries, state.log_lines, tokens_seen=state.tokens_seen, total_flops=state.total_flops)
+    if state.schedule:
+        asked.schedule.load_state_dict(state.schedule)
+    return Loop(
+        config=config,
+        engine=engine,
+        tokenizer=asked.tokenizer,
+        data=asked.data,
+        sampler=asked.sampler,
+        schedule=asked.schedule,
+        cadence=asked.cadence,
+        output=output,
+        history=history,
+        cursor=state.cursor,
+        totals=replace(state.totals),
+        last_eval=None if other_model else state.evaluation_that_holds(eval_facts(config, asked.data.eval)),
+        skipped_batches=state.skipped_batches,
+        disk=None if engine.store.disk is None else DiskWatch(engine.store.disk, machine),
+        # a step that updates on arrival and fails has taken something already
+        retreat=None if engine.plan.on_arrival else lambda steps_done: retreat(engine, question, steps_done=steps_done),
+        checkpoints=Checkpoints(saver, beside),
+        reporters=reporters,
+        progress=stack.enter_context(progress(plain=config.train.disable_tqdm)),
+        meter=Meter(None if machine.is_cpu else machine.matmul_flops_per_s.value),  # on a CPU the share says little
+        recorder=StepRecorder(engine, output if config.engine.timeline else None, asked.total_steps),
+        flops_per_token=question.model.flops.per_token,
+    )
 
 
 def optimizer_of(config: Config) -> Optimizer:
@@ -240,57 +228,6 @@ def spare_bytes(config: Config, plan: Plan) -> int:
     if config.engine.host_memory is not None:
         spare = min(spare, config.engine.host_memory - plan.total("@host"))
     return max(spare, 0)
-
-
-def steps_of(config: Config, sampler: Sampler) -> int:
-    """The steps of the whole run; ConfigError where it has none, or more than anybody means."""
-    epochs, max_steps = config.train.num_train_epochs, config.train.max_steps
-    if not math.isfinite(epochs):
-        raise ConfigError(f"num_train_epochs: expected a finite number, found {epochs:g}")
-    steps = max_steps if max_steps > 0 else epochs * sampler.steps_per_epoch
-    if steps > MAX_STEPS:
-        key, value = ("max_steps", f"{max_steps}") if max_steps > 0 else ("num_train_epochs", f"{epochs:g}")
-        raise ConfigError(f"{key}: {value} makes {steps:.3g} steps, at most {MAX_STEPS} are taken")
-    return sampler.total_steps(epochs, max_steps)
-
-
-def check_rows(config: Config, data: DataSets) -> None:
-    """Raise ConfigError where the rows hold ids or positions that the model's tables do not have."""
-    given = config.model
-    found = read_config(
-        given.model_name_or_path,
-        revision=given.model_revision,
-        trust_remote_code=given.trust_remote_code,
-        cache_dir=given.cache_dir,
-    )
-    text, sets = found.get_text_config(), (data.train, *data.eval.values())
-    num_positions = int(text.max_position_embeddings) if text.model_type in POSITION_TABLES else None
-    longest = max(map(positions_of, sets))
-    if num_positions is not None and longest > num_positions:
-        raise ConfigError(
-            f"cutoff_len: {config.data.cutoff_len}: the data has rows of {longest} positions (filled up to a multiple of "
-            f"{PAD_MULTIPLE}), and {given.model_name_or_path} has a table of {num_positions}: "
-            f"set cutoff_len: {num_positions // PAD_MULTIPLE * PAD_MULTIPLE} or less"
-        )
-    num_rows = int(text.vocab_size)
-    largest = max(int(samples.ids.max()) for samples in sets)
-    if largest >= num_rows and not given.resize_vocab:
-        raise ConfigError(
-            f"the data holds token {largest}, and the embedding of {given.model_name_or_path} ends at {num_rows - 1}: "
-            "resize_vocab: true gives new tokens rows, or take a template whose tokens the model has"
-        )
-
-
-def positions_of(samples: SampleSet) -> int:
-    """Positions that the widest micro-batch counts: of its padding too, unless the rows bring positions that start again."""
-    if samples.positions is not None:
-        return max(int(samples.positions.max()) + 1, PAD_MULTIPLE)
-    return -(-int(samples.lengths.max()) // PAD_MULTIPLE) * PAD_MULTIPLE
-
-
-def wants_evaluation(config: Config) -> bool:
-    """Whether the run ends with an evaluation: asked for, or implied by a strategy, as Hugging Face has it."""
-    return config.train.do_eval or config.train.eval_strategy != "no"
 
 
 def run(loop: Loop) -> None:
@@ -367,9 +304,16 @@ def _perplexity(loss: float) -> float:
         return math.inf
 
 
-def _say_what_comes(config: Config, data: DataSets, sampler: Sampler, total_steps: int) -> None:
-    """One line: rows, epochs, steps."""
-    facts: dict[str, Any] = {"rows": len(data.train), "rows a step": sampler.step_rows, "steps": total_steps}
-    facts |= {f"{name} rows": len(samples) for name, samples in data.eval.items()}
-    facts["epochs"] = f"{sampler.epochs_of(total_steps):.3g}"
+def _say_what_comes(asked: Asked, engine: Engine, question: Problem) -> None:
+    """The plan; a line of parameters; and one of rows, epochs, steps."""
+    logger.info("%s", render(engine.plan, question))
+    logger.info(
+        "trainable params: %s || all params: %s || trainable%%: %.4f",
+        f"{engine.num_trained:,}",
+        f"{engine.num_params:,}",
+        100 * engine.num_trained / engine.num_params,
+    )
+    facts: dict[str, Any] = {"rows": len(asked.data.train), "rows a step": asked.sampler.step_rows, "steps": asked.total_steps}
+    facts |= {f"{name} rows": len(samples) for name, samples in asked.data.eval.items()}
+    facts["epochs"] = f"{asked.sampler.epochs_of(asked.total_steps):.3g}"
     logger.info("training: %s", ", ".join(f"{value} {name}" for name, value in facts.items()))

@@ -16,7 +16,7 @@ from layerferry.checkpoint.lock import FolderLock
 from layerferry.config import RESUME_NEVER, RESUME_NEWEST, TrainConfig
 from layerferry.engine.engine import Engine, StepReport
 from layerferry.errors import CheckpointError, ConfigError, LayerFerryError
-from layerferry.trainer import run, train
+from layerferry.trainer import asked, train
 from layerferry.trainer.resume import Start, find_start
 from tests.checkpoint.test_damage import damage
 from tests.reliability.runs import cut, make_config, make_rows, prepare
@@ -185,7 +185,7 @@ def test_nobody_else_may_write_while_the_start_is_looked_for(
         seen.append(config.output_dir)
         return find_start(config)
 
-    monkeypatch.setattr(run, "find_start", look)
+    monkeypatch.setattr(asked, "find_start", look)
     assert begins() == 2 and seen == [str(output)]
 
 
