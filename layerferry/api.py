@@ -86,7 +86,7 @@ def load(
     if backend.device.type == "cuda":
         experts.use_where_needed(built)
     if backend.device.type == "cuda" and config.model.flash_attn == "auto":
-        varlen.use_where_possible(built)
+        varlen.use_where_possible(built, backend.device)
     skeleton = Skeleton(built, decays=decays, device=backend.device, fp32=config.train.fp32)
     if plan is None:
         from layerferry.planner import choose_for

@@ -29,6 +29,7 @@ KERNELS = frozenset(
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_fused_attention_overrideable",
         "_varlen_attn",
+        "with_sinks",
     }
 )
 """Operators whose results are kept, as torch calls them."""

@@ -3,7 +3,8 @@
 Transformers keeps packed samples apart with a mask of T x T per row, which rules out the fast kernels. On a device with
 ``torch.nn.attention.varlen`` the models that take flash attention's arguments are switched to an attention function of
 ours: given the boundaries of the samples it runs the variable-length kernel over all rows as one sequence of samples;
-without them it is transformers' SDPA. Models whose attention has sinks, soft-caps, chunks or dropout keep the mask.
+without them it is transformers' SDPA. Attention with sinks goes through ``sinks.py``, with boundaries always. Models whose
+attention has soft-caps, chunks or dropout keep the mask.
 
 Checked by ``tests/models/test_varlen.py`` (the plumbing, with a plain kernel in place of torch's) and
 ``tests/gpu/test_varlen_cuda.py`` (the kernel).
@@ -20,12 +21,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from layerferry.models import sinks
 from layerferry.models.attention_outputs import ATTRIBUTE, AttentionOutputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "layerferry"
+NAME_WITH_SINKS = "layerferry_sinks"
 BOUNDARIES_MULTIPLE = 64
 """Boundaries are padded to a multiple of this many, so that compiled layers see few shapes."""
 
@@ -48,11 +51,11 @@ def boundaries(position_ids: Tensor) -> Tensor:
 
 def uses_varlen(model: PreTrainedModel) -> bool:
     """Whether its attention is ours."""
-    return bool(model.config._attn_implementation == NAME)
+    return model.config._attn_implementation in (NAME, NAME_WITH_SINKS)
 
 
-def use_where_possible(model: PreTrainedModel) -> bool:
-    """Switch ``model`` to our attention function if it can run without masks; says whether it did."""
+def use_where_possible(model: PreTrainedModel, device: torch.device) -> bool:
+    """Switch ``model`` to our attention function if it can run without masks on ``device``; says whether it did."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -63,18 +66,27 @@ def use_where_possible(model: PreTrainedModel) -> bool:
         getattr(text, "attn_logit_softcapping", None) is None
         and not _drops_attention(text)
         and kinds <= {"full_attention", "sliding_attention"}
-        and not any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters())
     )
     plain = plain and model.config.model_type not in KEEP_MASKS
     able = getattr(model, "_supports_flash_attn", False) and getattr(model, "_supports_attention_backend", False)
-    if model.config._attn_implementation != "sdpa" or not (takes_anything and plain and able):
+    has_sinks = any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters())
+    if model.config._attn_implementation != ("eager" if has_sinks else "sdpa") or not (takes_anything and plain and able):
+        return False
+    if has_sinks and not _may_have_sinks(model, device):
         return False
     ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
+    ALL_ATTENTION_FUNCTIONS.register(NAME_WITH_SINKS, attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME_WITH_SINKS, _no_mask)
     for module in model.modules():
         if getattr(module, "config", None) is not None:
-            module.config._attn_implementation = NAME
+            module.config._attn_implementation = NAME_WITH_SINKS if has_sinks else NAME
     return True
+
+
+def _may_have_sinks(model: PreTrainedModel, device: torch.device) -> bool:
+    half = model.dtype in (torch.bfloat16, torch.float16)
+    return half and model.config.model_type in sinks.FAMILIES and sinks.work_on(device)
 
 
 def _drops_attention(text: Any) -> bool:
@@ -99,6 +111,10 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
         return None
     mask: Tensor | None = sdpa_mask(*args, **kwargs)
     return mask
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """Causal and windowed is what the kernels are; padding is on the right (decision 6)."""
 
 
 def attention(
@@ -135,21 +151,31 @@ def _attend(
     max_length_q: int | None,
     **kwargs: Any,
 ) -> Tensor:
-    if cu_seq_lens_q is None:
+    with_sinks: Tensor | None = kwargs.get("s_aux")
+    if cu_seq_lens_q is None and with_sinks is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         output: Tensor = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )[0]
         return output
-    assert max_length_q is not None and not dropout, "attention dropout has no variable-length kernel"
+    assert not dropout, "attention dropout has no variable-length kernel"
     rows, heads, tokens, width = query.shape
+    if cu_seq_lens_q is None:
+        cu_seq_lens_q = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32, device=query.device)
+        max_length_q = tokens
+    assert max_length_q is not None, "boundaries come with the length of the longest sample"
     value_width = value.shape[-1]
     assert value_width <= width, "values wider than keys"
     if value_width < width:
         value = torch.nn.functional.pad(value, (0, width - value_width))
     q, k, v = (t.transpose(1, 2).reshape(rows * tokens, t.shape[1], width) for t in (query, key, value))
-    packed = varlen_kernel(q, k, v, cu_seq_lens_q, max_length_q, scaling, kwargs.get("sliding_window"))
+    window: int | None = kwargs.get("sliding_window")
+    if with_sinks is None:
+        packed = varlen_kernel(q, k, v, cu_seq_lens_q, max_length_q, scaling, window)
+    else:
+        scale = width**-0.5 if scaling is None else scaling
+        packed = sinks.attend(q, k, v, with_sinks, cu_seq_lens_q, max_length_q, scale, window)
     return packed.view(rows, tokens, heads, width)[..., :value_width]
 
 

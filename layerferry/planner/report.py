@@ -88,7 +88,7 @@ def plan_for(config: Config) -> PlanReport:
     model = build_on_meta(hf_config, dtype=dtype, attention=attention, trust_remote_code=given.trust_remote_code)
     freeze(model, config.train)
     if backend.device.type == "cuda" and given.flash_attn == "auto":
-        use_where_possible(model)
+        use_where_possible(model, backend.device)
     skeleton = Skeleton(model, decays=decays, device=torch.device("cpu"), fp32=config.train.fp32)
     specs = plane_specs(optimizer_for(config.optim).state_planes)
     machine = machine_for(config.engine, backend, config.disk_folder)

@@ -27,7 +27,7 @@ BASE = Plan(fp32=True, num_slots=2, num_slabs=1, micro_batch_rows=2, row_tokens=
 def ours(**changes: Any) -> Any:
     """A model whose attention comes through our interface."""
     model = small_model(attention="sdpa", layers=3, **changes)
-    assert use_where_possible(model)
+    assert use_where_possible(model, torch.device("cpu"))
     return model
 
 

@@ -9,6 +9,7 @@ import torch
 
 from layerferry.backends.cuda import device_count
 from layerferry.engine.batch import MicroBatch
+from layerferry.models import sinks
 from layerferry.plan import Plan
 from tests.gpu.small import batches, engine_of, gradients, model_of, relative
 
@@ -37,3 +38,26 @@ def test_boundaries_and_mask_agree(compiled: bool) -> None:
     assert found[1][0] == pytest.approx(found[0][0], rel=2e-3)
     for name, expected in found[0][1].items():
         assert relative(found[1][1][name], expected) < 3e-2, name  # bf16 attention by two kernels: 2**-8 a rounding, few of them
+
+
+def test_the_kernels_are_right_with_sinks() -> None:
+    assert sinks.work_on(torch.device("cuda", torch.cuda.current_device()))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_sinks_by_kernels_are_as_close_to_fp32_as_by_products(compiled: bool) -> None:
+    """Rows of several samples: by kernels alone are they kept apart in this family."""
+    losses, found = [], []
+    for dtype in (torch.float32, torch.bfloat16):
+        engine = engine_of(model_of("gpt_oss", dtype), Plan(fp32=dtype == torch.float32, num_slots=2, compile=compiled))
+        assert engine.skeleton.has_varlen == (dtype == torch.bfloat16)
+        losses.append(engine.step(batches(2), lr=0.0).loss)
+        found.append(gradients(engine))
+        if dtype == torch.bfloat16:
+            apart = engine.step([packed(m) for m in batches(2)], lr=0.0).loss
+            assert abs(apart - losses[-1]) > 1e-4, "samples begin anew"
+        engine.close()
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+    for name, exact in found[0].items():
+        if exact.numel() >= 64:
+            assert relative(found[1][name], exact) < 0.1, name

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from layerferry.models import varlen
 
+CPU = torch.device("cpu")
 TINY = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64,
@@ -81,7 +82,7 @@ def test_the_same_loss_and_gradients_as_with_the_mask(
     for packed in (False, True):
         model = model_of(kind, **options)
         if packed:
-            assert varlen.use_where_possible(model)
+            assert varlen.use_where_possible(model, CPU)
             starts = varlen.boundaries(rows)
             with varlen.without_mask():
                 logits = model(
@@ -101,7 +102,7 @@ def test_the_same_loss_and_gradients_as_with_the_mask(
 def test_unpacked_rows_are_left_to_sdpa_bit_for_bit() -> None:
     ids = torch.randint(3, 96, (2, 16))
     plain, ours = model_of("llama"), model_of("llama")
-    assert varlen.use_where_possible(ours)
+    assert varlen.use_where_possible(ours, CPU)
     assert torch.equal(plain(input_ids=ids, use_cache=False).logits, ours(input_ids=ids, use_cache=False).logits)
 
 
@@ -118,4 +119,4 @@ def test_soft_caps_sinks_biases_and_dropout_keep_the_mask(kind: str, options: di
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**TINY, **options}))
-    assert not varlen.use_where_possible(model)
+    assert not varlen.use_where_possible(model, CPU)

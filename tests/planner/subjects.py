@@ -108,7 +108,7 @@ def skeleton(
     model = build_on_meta(config, dtype=dtype, attention=attention)
     if frozen is not None:
         freeze(model, TrainConfig(finetuning_type="freeze", **frozen))
-    assert not ours or use_where_possible(model)
+    assert not ours or use_where_possible(model, torch.device("cpu"))
     return Skeleton(model, decays=decays, device=torch.device("cpu"), fp32=fp32)
 
 

@@ -1,0 +1,197 @@
+"""Attention with sinks: the algebra around torch's kernels, and families against transformers' own function.
+
+The kernels run on devices only. In their place stand plain products that know no sinks: output and log-sum-exp over the keys, and
+a backward that is given another output and log-sum-exp, as the kernels' is. What they do on a device is tried by ``work_on``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from layerferry.models import sinks, varlen
+from layerferry.models.attention_outputs import AttentionOutputs
+
+CPU = torch.device("cpu")
+
+
+def scores(query: Tensor, key: Tensor, starts: Tensor, scale: float, window: int) -> Tensor:
+    """[H, N, N] fp32, minus infinity where nothing is seen."""
+    number = torch.arange(len(query))
+    sample = torch.searchsorted(starts, number, right=True)
+    distance = number[:, None] - number[None, :]
+    seen = (distance >= 0) & (distance < (window or len(query))) & (sample[:, None] == sample[None, :])
+    keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    return (torch.einsum("qhd,khd->hqk", query.float(), keys.float()) * scale).masked_fill(~seen, float("-inf"))
+
+
+def plain_kernel(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    found = scores(query, key, starts, scale, window)
+    values = value.float().repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+    return torch.einsum("hqk,khd->qhd", found.softmax(-1), values).to(query.dtype), found.logsumexp(-1)
+
+
+def plain_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    starts: Tensor,
+    longest: int,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Dao et al., arXiv 2205.14135, algorithm 4, in one block."""
+    groups = query.shape[1] // key.shape[1]
+    keys, values = (t.float().repeat_interleave(groups, dim=1) for t in (key, value))
+    shares = torch.exp(scores(query, key, starts, scale, window) - lse[..., None])
+    by_share = torch.einsum("qhd,khd->hqk", gradient.float(), values)
+    dots = (gradient.float() * output.float()).sum(-1).transpose(0, 1)
+    by_score = shares * (by_share - dots[..., None]) * scale
+    by_query = torch.einsum("hqk,khd->qhd", by_score, keys)
+    by_key, by_value = (
+        torch.einsum("hqk,qhd->khd", by_score, query.float()),
+        torch.einsum("hqk,qhd->khd", shares, gradient.float()),
+    )
+    by_key, by_value = (t.unflatten(1, (-1, groups)).sum(2) for t in (by_key, by_value))
+    return by_query.to(query.dtype), by_key.to(key.dtype), by_value.to(value.dtype)
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks, "kernel", plain_kernel)
+    monkeypatch.setattr(sinks, "kernel_backward", plain_backward)
+    monkeypatch.setattr(sinks, "work_on", lambda device: True)
+
+
+def random(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_(True) for shape in shapes]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_output_and_gradients_are_those_of_autograd_through_products(plain: None, window: int | None) -> None:
+    query, key, value, sink = given = random((12, 4, 8), (12, 2, 8), (12, 2, 8), (4,))
+    starts = torch.tensor([0, 5, 12, 12], dtype=torch.int32)
+    (slope,) = random((12, 4, 8))
+    found = sinks.attend(query, key, value, sink, starts, 7, 0.3, window)
+    expected = sinks.in_products(query, key, value, sink, starts, 0.3, window)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for own, other in zip(torch.autograd.grad(found, given, slope), torch.autograd.grad(expected, given, slope), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-6)
+
+
+def test_the_operator_is_what_torch_expects_of_one(plain: None) -> None:
+    query, key, value, sink = random((12, 4, 8), (12, 2, 8), (12, 2, 8), (4,))
+    starts = torch.tensor([0, 5, 12], dtype=torch.int32)
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(sinks._with_sinks, (query, key, value, sink, starts, 7, 0.3, 0), test_utils=tests)
+
+
+TINY = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4, "max_position_embeddings": 64,
+    "num_local_experts": 2, "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+OWN: dict[str, dict[str, Any]] = {
+    "mimo_v2_flash": {
+        "v_head_dim": 6,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 8,
+        "swa_v_head_dim": 6,
+    },
+}
+
+
+def model_of(kind: str, dtype: torch.dtype) -> Any:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**TINY, **OWN.get(kind, {})}), dtype=dtype)
+    assert model.config._attn_implementation == "eager"
+    return model.train()
+
+
+def known_families() -> list[str]:
+    from transformers import CONFIG_MAPPING
+
+    return [kind for kind in sinks.FAMILIES if kind in CONFIG_MAPPING]
+
+
+@pytest.mark.parametrize("kind", known_families())
+def test_families_give_the_loss_and_gradients_of_their_own_function(
+    kind: str, plain: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp32, which the models are taken for bf16 to be switched."""
+    monkeypatch.setattr(type(model_of(kind, torch.float32)), "dtype", torch.bfloat16)
+    ids, results = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(1)), []
+    for ours in (False, True):
+        model = model_of(kind, torch.float32)
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.data.normal_()
+        if ours:
+            assert varlen.use_where_possible(model, CPU) and varlen.uses_varlen(model)
+        logits = model(input_ids=ids, use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+        found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        results.append((logits.detach(), [g for g in found if g is not None]))
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-4, atol=1e-5)
+    assert len(results[0][1]) == len(results[1][1])
+    for own, expected in zip(results[1][1], results[0][1], strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-6)
+
+
+def test_packed_samples_do_not_see_each_other(plain: None) -> None:
+    """Which no mask of transformers keeps them from in this family."""
+    model = model_of("gpt_oss", torch.bfloat16)
+    assert varlen.use_where_possible(model, CPU)
+    rows = torch.cat([torch.arange(7), torch.arange(9)])[None]
+    ids = torch.randint(3, 96, (1, 16), generator=torch.Generator().manual_seed(1))
+    starts = varlen.boundaries(rows)
+    spans = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 16, "max_length_k": 16}
+    together = model(input_ids=ids, position_ids=rows, use_cache=False, **spans).logits
+    alone = [model(input_ids=ids[:, part], use_cache=False).logits for part in (slice(0, 7), slice(7, 16))]
+    torch.testing.assert_close(together, torch.cat(alone, dim=1), rtol=0.02, atol=0.02)  # bf16
+
+
+def test_what_the_kernels_gave_answers_a_second_forward(plain: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, outputs = torch.nn.Identity(), AttentionOutputs()
+    outputs.watch(layer)
+    query, key, value, sink = random((1, 4, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8), (4,))
+    options = {"scaling": 0.3, "s_aux": sink}
+    results: list[tuple[Any, ...]] = []
+    with outputs.recording(results):
+        first, _ = varlen.attention(layer, query, key, value, None, **options)
+    monkeypatch.setattr(sinks, "kernel", None)  # would fail
+    with outputs.answering(results):
+        second, _ = varlen.attention(layer, query, key, value, None, **options)
+    assert torch.equal(first, second)
+    slope = torch.ones_like(first)
+    given = (query, key, value, sink)
+    for own, again in zip(torch.autograd.grad(first, given, slope), torch.autograd.grad(second, given, slope), strict=True):
+        assert torch.equal(own, again)
+
+
+def test_without_kernels_or_in_fp32_the_family_keeps_its_own_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not sinks.work_on(CPU)
+    assert not varlen.use_where_possible(model_of("gpt_oss", torch.bfloat16), CPU)
+    monkeypatch.setattr(sinks, "work_on", lambda device: True)
+    assert not varlen.use_where_possible(model_of("gpt_oss", torch.float32), CPU)
+    monkeypatch.setattr(sinks, "FAMILIES", ())
+    assert not varlen.use_where_possible(model_of("gpt_oss", torch.bfloat16), CPU)
+
+
+def test_the_trial_tells_right_from_wrong(plain: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert max(sinks._error(CPU, window) for window in (None, 5)) < sinks._TRIAL_ERROR
+    monkeypatch.setattr(sinks, "kernel", lambda *given: plain_kernel(*given[:-1], 4))
+    assert sinks._error(CPU, None) > 5 * sinks._TRIAL_ERROR
