@@ -126,13 +126,18 @@ def _shorter_rows(question: Problem) -> Iterator[str]:
 
 def _fewer_bits(question: Problem) -> Iterator[str]:
     """The leaner format of the same optimizer, where that fits."""
+    for name, lean in leaner_formats(question.specs):
+        plan, found = search(replace(question, specs=lean))
+        if found:
+            yield f"optim: {name} fits ({_totals(question, plan)})"
+
+
+def leaner_formats(specs: Mapping[str, PlaneSpec]) -> Iterator[tuple[str, dict[str, PlaneSpec]]]:
+    """``optim`` of the same rule with moments of 8 bits, and its planes; none where ``specs`` has them."""
     for name in ("adamw_8bit", "muon_8bit"):
-        lean = {**question.specs, **optimizer_for(OptimConfig(optim=name)).state_planes}
-        same = lean.keys() == question.specs.keys()
-        if same and _num_coded(lean) > _num_coded(question.specs):
-            plan, found = search(replace(question, specs=lean))
-            if found:
-                yield f"optim: {name} fits ({_totals(question, plan)})"
+        lean = {**specs, **optimizer_for(OptimConfig(optim=name)).state_planes}
+        if lean.keys() == specs.keys() and _num_coded(lean) > _num_coded(specs):
+            yield name, lean
 
 
 def _num_coded(specs: Mapping[str, PlaneSpec]) -> int:

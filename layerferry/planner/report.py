@@ -7,7 +7,8 @@ Checked by ``tests/planner/test_report.py``.
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from layerferry.optim.choose import optimizer_for
 from layerferry.optim.decay import decays
 from layerferry.plan import GIB, Plan, Seconds
 from layerferry.planner import calibrate
+from layerferry.planner.advice import Advice, faster
 from layerferry.planner.choose import Decision, decide
 from layerferry.planner.facts import Model
 from layerferry.planner.held import DEVICE, DISK, HOST
@@ -39,6 +41,7 @@ class PlanReport:
 
     question: Problem
     decision: Decision
+    faster: tuple[Advice, ...] = ()
 
     @property
     def plan(self) -> Plan:
@@ -54,7 +57,9 @@ class PlanReport:
 
     def render(self) -> str:
         text = render(self.plan, self.question, self.decision.pins)
-        return text if self.fits else f"{text}\n\ndoes not fit: {self.decision.shortfall}"
+        if not self.fits:
+            return f"{text}\n\ndoes not fit: {self.decision.shortfall}"
+        return "\n\n".join(filter(None, (text, _faster(self.faster))))
 
     def to_dict(self) -> dict[str, Any]:
         model, machine = self.question.model, self.question.machine
@@ -73,6 +78,7 @@ class PlanReport:
             "plan": self.plan.to_dict(),
             "pinned": [name for name in Pins.__dataclass_fields__ if name in self.decision.pins],
             "places": {place: {"needed_bytes": needed, "available_bytes": there} for place, (needed, there) in places.items()},
+            "faster": [asdict(advice) for advice in self.faster],
             "machine": machine.to_dict(),
         }
 
@@ -93,7 +99,9 @@ def plan_for(config: Config) -> PlanReport:
     specs = plane_specs(optimizer_for(config.optim).state_planes)
     machine = machine_for(config.engine, backend, config.disk_folder)
     question = problem(Model.of(skeleton), specs, machine, config, config.data.cutoff_len)
-    return PlanReport(question=question, decision=decide(question, calibrate.reader(skeleton, backend)))
+    decision = decide(question, calibrate.reader(skeleton, backend))
+    advice = faster(question, decision.plan) if decision.shortfall is None else ()
+    return PlanReport(question=question, decision=decision, faster=advice)
 
 
 def render(plan: Plan, question: Problem, pins: Pins | None = None) -> str:
@@ -222,6 +230,13 @@ def _seconds(plan: Plan, machine: Machine) -> str:
     tokens = plan.rows_per_step * plan.row_tokens
     lines.append(f"  {'tokens a second':<24} {_rounded(tokens / lanes.step):>9}")
     return "\n".join(lines)
+
+
+def _faster(advice: Sequence[Advice]) -> str:
+    if not advice:
+        return ""
+    lines = [f"  {one.settings:<42} {_rounded(one.tokens_per_s):>9}     {one.price}" for one in advice]
+    return "\n".join([f"{'it would be faster with':<40} tokens/s     at the price of", *lines])
 
 
 def _rounded(number: float) -> str:
