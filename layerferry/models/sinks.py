@@ -10,8 +10,8 @@ Rows are one sequence of samples, as in ``varlen.py``, whether packed or not: no
 ``work_on`` tries the kernels once on a device against plain products; where they fail, the family stays with transformers'
 function. Left out: fp32, for which there is no kernel.
 
-Checked by ``tests/models/test_sinks.py`` (families and algebra, with plain products in the kernels' place) and
-``tests/gpu/test_engine_cuda.py``.
+Checked by ``tests/models/test_sinks.py`` (families and algebra, with plain products in the kernels' place),
+``tests/engine/test_sinks.py`` (whole steps) and ``tests/gpu/test_varlen_cuda.py`` (the kernels).
 """
 
 from __future__ import annotations
