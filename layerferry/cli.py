@@ -47,6 +47,7 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    _fill_closed_streams()
     try:
         arguments, rest = _parser().parse_known_args(argv)
         if arguments.command not in LIGHT:
@@ -68,6 +69,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say("interrupted")
         return INTERRUPTED
+
+
+def _fill_closed_streams() -> None:
+    """Streams that whoever has started us has closed lead nowhere: else a checkpoint's file would get the number of one, and what
+    a library prints would land in it."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def _system_said_no(error: Exception) -> int:

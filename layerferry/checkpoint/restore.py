@@ -11,7 +11,7 @@ raises ``CheckpointError`` before a step is taken. Checked by ``tests/checkpoint
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -41,10 +41,14 @@ class OtherState(CheckpointError):
 
 def check_weights(folder: Path, manifest: Manifest) -> None:
     """Sum everything but the state files: what is read before ``restore``."""
+    check_files(folder, manifest, [name for name in manifest.files if not name.startswith(STATE_PREFIX)])
+
+
+def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Sum ``names``, files of the manifest."""
     with ThreadPoolExecutor(max_workers=4, thread_name_prefix="verify") as pool:
-        for name in manifest.files:
-            if not name.startswith(STATE_PREFIX):
-                manifest.check_file(folder, name, pool)
+        for name in names:
+            manifest.check_file(folder, name, pool)
 
 
 def restore(engine: Engine, folder: Path, manifest: Manifest) -> None:

@@ -95,7 +95,8 @@ class Reading:
         try:
             value = convert(key, setting.value)
         except ValueError as error:
-            raise self.fail(key.key, str(error)) from None
+            is_secret = key.key.endswith("_token")
+            raise self.fail(key.key, "expected text, found something else" if is_secret else str(error)) from None
         if key.status in (REFUSED, REPLACED) and not _is_default(key, value):
             if key.status == REFUSED:
                 raise self.fail(key.key, f"{value!r} is not supported: {key.note}")

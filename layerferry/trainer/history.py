@@ -54,6 +54,8 @@ class History:
         self.log_lines: list[str] = []
         """The lines of trainer_log.jsonl."""
         self._log_is_written = True
+        self.step, self.epoch = 0, 0.0
+        """Where the run stands, whatever was logged last; the loop says so."""
         self.tokens_seen = 0
         self.total_flops = 0.0
 
@@ -68,6 +70,7 @@ class History:
 
     def step_done(self, step: int) -> None:
         """Called after every step: the time that is left is told from those behind the first, which compiles."""
+        self.step = step
         if self._first_done is None:
             self._first_done = step, self._clock()
 
@@ -135,14 +138,13 @@ class History:
         return json_text(self._state()).encode("utf-8")
 
     def _state(self) -> dict[str, Any]:
-        last: Entry = self.entries[-1] if self.entries else {"epoch": 0.0, "step": 0}
         return {
             "best_global_step": None,
             "best_metric": None,
             "best_model_checkpoint": None,
-            "epoch": last["epoch"],
+            "epoch": self.epoch,
             "eval_steps": self._cadence.eval_steps,
-            "global_step": last["step"],
+            "global_step": self.step,
             "is_hyper_param_search": False,
             "is_local_process_zero": True,
             "is_world_process_zero": True,

@@ -83,6 +83,7 @@ class Loop:
         self._skips = SkipGuard(self.output, train.max_skipped_steps, self.totals, self.skipped_batches)
         self._spikes = SpikeGuard()
         self._first_step = self.totals.step
+        self.history.step, self.history.epoch = self.totals.step, self.sampler.epochs_done(self.cursor)
         self._num_evaluated = 0
 
     @property
@@ -134,7 +135,7 @@ class Loop:
             if report.skipped and report.num_targets and self.config.train.detect_anomaly:
                 check_norms(self.engine, report.loss)
         self.checkpoints.report(wait=False)
-        self.cursor = batch.cursor
+        self.cursor, self.history.epoch = batch.cursor, batch.epoch
         ends_epoch = batch.cursor.position == 0
         if report.skipped:  # neither step number nor schedule advances
             self._skips.skipped(batch, report)

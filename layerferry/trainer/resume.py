@@ -26,12 +26,13 @@ from layerferry.checkpoint.folders import (
     with_offer,
 )
 from layerferry.checkpoint.manifest import MANIFEST, Manifest
-from layerferry.checkpoint.restore import OtherState, check_weights, restore
+from layerferry.checkpoint.restore import OtherState, check_files, check_weights, restore
 from layerferry.config import RESUME_NEVER, RESUME_NEWEST, TrainConfig
 from layerferry.engine.engine import Engine
 from layerferry.errors import CheckpointError, ConfigError
 from layerferry.trainer.folder import earlier_results, earlier_weights
-from layerferry.trainer.state import RunState
+from layerferry.trainer.history import LOG_NAME
+from layerferry.trainer.state import RUN_STATE, RunState
 
 logger = logging.getLogger("layerferry.trainer")
 
@@ -70,7 +71,8 @@ def find_start(config: TrainConfig) -> Start | None:
     if folder is None:
         return None
     manifest = open_checkpoint(folder)
-    try:
+    try:  # what is read now is summed now: a flipped bit in it would be taken for other data
+        check_files(folder, manifest, [name for name in (RUN_STATE, LOG_NAME) if name in manifest.files])
         return Start(folder=folder, manifest=manifest, state=RunState.read(folder))
     except CheckpointError as error:
         raise with_offer(error, folder) from error

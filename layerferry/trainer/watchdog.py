@@ -34,16 +34,28 @@ class Lane:
 class Watchdog:
     """Watches ``lanes`` until it is closed; ``patience_s`` 0: not at all."""
 
-    def __init__(self, lanes: Sequence[Lane], patience_s: float, on_stall: Callable[[list[Lane]], None] | None = None) -> None:
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        patience_s: float,
+        on_stall: Callable[[list[Lane]], None] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._lanes, self._patience_s = tuple(lanes), patience_s
         self._on_stall = on_stall or (lambda stalled: end_process(stalled, patience_s))
-        self._moved = {lane.name: (-1, time.monotonic()) for lane in self._lanes}
+        self._clock = clock
+        self._moved = {lane.name: (-1, clock()) for lane in self._lanes}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def _run(self) -> None:
-        while not self._stop.wait(min(self._patience_s / 8, 5.0)):
-            if stalled := self.stalled(time.monotonic()):
+        interval_s = min(self._patience_s / 8, 5.0)
+        now = seen = self._clock()
+        while not self._stop.wait(interval_s):
+            before, seen = seen, self._clock()
+            now += min(seen - before, 2 * interval_s)  # Ctrl-Z stops everybody: what nobody could use is no standstill
+            if stalled := self.stalled(now):
                 self._on_stall(stalled)
                 return
 

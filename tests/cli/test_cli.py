@@ -263,6 +263,19 @@ def test_a_standard_error_that_has_gone_away_keeps_the_exit_code(monkeypatch: py
     assert cli.main(["train", *RUN]) == 129
 
 
+def test_closed_streams_lead_nowhere() -> None:
+    """The code is that of the command, and no file that is opened later gets the number of a stream."""
+    code = (
+        "import os, sys\n"
+        "from layerferry.cli import main\n"
+        "done = main(['version'])\n"
+        "sys.exit(done or os.open(os.devnull, os.O_RDONLY) <= 2)\n"
+    )
+    command = [sys.executable, "-c", code]
+    answer = subprocess.run(command, preexec_fn=lambda: os.closerange(0, 3), check=False)
+    assert answer.returncode == 0
+
+
 def test_a_reader_that_leaves_is_no_fault() -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)

@@ -106,6 +106,7 @@ SGD = "model_name_or_path: m\nfinetuning_type: full\noptim: sgd\n"
         ("seed: 1\nlearning_rate: quick\n", r"run.yaml:2: learning_rate: expected a number, found 'quick'"),
         ("bf16: 7\n", r"run.yaml:1: bf16: expected true or false, found 7"),
         ("dataset: {a: 1}\n", r"run.yaml:1: dataset: expected text"),
+        ("hf_hub_token: [hf_secret]\n", r"run.yaml:1: hf_hub_token: expected text, found something else$"),
         ("model_name_or_path: m\n", r"run.yaml: finetuning_type: missing, .*set finetuning_type: full"),
         ("finetuning_type: lora\n", r"run.yaml:1: finetuning_type: 'lora' is not .*: full, freeze .*finetuning_type: full"),
         ("stage: dpo\n", r"run.yaml:1: stage: 'dpo' is not supported: pt, sft \(rm, dpo, kto and ppo are not there yet\)"),

@@ -24,7 +24,8 @@ from tests.trainer.fakes import FakeEngine, FakeSaver, make_config, make_loop
 
 def test_small_files_of_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     loop = make_loop(make_config(tmp_path), FakeEngine([]))
-    loop.history.add({"loss": 1.0}, step=3, epoch=0.5)
+    loop.history.add({"loss": 1.0}, step=2, epoch=0.5)
+    loop.history.step_done(3)
     checkpoints = Checkpoints(FakeSaver(tmp_path), {"config.json": b"{}"})  # type: ignore[arg-type]
     checkpoints.save(3, loop.state(), loop.history)
     assert not checkpoints.is_whole(3)

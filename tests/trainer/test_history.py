@@ -93,9 +93,11 @@ def test_state_is_what_transformers_reads(tmp_path: Path) -> None:
 
     history = make_history(tmp_path, Clock(), logging_steps=1, num_train_epochs=2.5)
     history.add({"loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.0}, step=1, epoch=0.5)
+    history.step_done(2)  # nothing is logged there
+    history.epoch = 1.0
     history.write_state()
     state = TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
-    assert (state.global_step, state.epoch, state.max_steps, state.num_train_epochs) == (1, 0.5, 4, 3)
+    assert (state.global_step, state.epoch, state.max_steps, state.num_train_epochs) == (2, 1.0, 4, 3)
     assert state.log_history == [{"loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.0, "epoch": 0.5, "step": 1}]
 
 
@@ -118,6 +120,7 @@ def test_the_log_is_not_written_through_a_link_that_has_come_meanwhile(tmp_path:
     (tmp_path / "trainer_log.jsonl").unlink()
     history.add({"loss": 1.0}, step=2, epoch=0.2)
     assert [line["current_steps"] for line in read_lines(tmp_path / "trainer_log.jsonl")] == [1, 2]
+    history.step_done(2)
     (tmp_path / "trainer_state.json").symlink_to(precious)
     history.write_state()
     assert precious.read_text() == "precious" and json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 2

@@ -108,6 +108,17 @@ def test_a_damaged_one_and_the_offer(begins: Begins, output: Path, monkeypatch: 
     assert begins() == 3
 
 
+def test_damage_is_no_other_data(begins: Begins, output: Path) -> None:
+    """A flipped bit in what is compared with the data is told as damage, with the offer."""
+    state = output / "checkpoint-2" / "run.json"
+    content = state.read_bytes()
+    for before, after in ((b'"rows": 11', b'"rows": 10'), (b'"usable"', b'"usabme"'), (b'"position"', b'"positinn"')):
+        assert content.count(before) == 1
+        state.write_bytes(content.replace(before, after))
+        with pytest.raises(CheckpointError, match=r"run\.json: damaged .* whole one: set .*checkpoint-1$"):
+            begins()
+
+
 def test_a_branch_that_was_left_behind(begins: Begins, output: Path, base: Path, caplog: pytest.LogCaptureFixture) -> None:
     """checkpoint-3 is damaged, the run goes on from checkpoint-1 and keeps one: what it writes stays, and is what comes next."""
     shutil.copytree(base / "done" / "checkpoint-3", output / "checkpoint-3")

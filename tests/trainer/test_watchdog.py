@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
@@ -61,6 +62,15 @@ def test_patience_begins_when_a_lane_gets_busy() -> None:
     assert [dog.stalled(now) for now in (100.0, 150.0)] == [[], []]
     busy = True
     assert [dog.stalled(now) for now in (151.0, 157.9, 158.0)] == [[], [], [late]]
+
+
+def test_a_process_that_was_stopped_has_not_stood_still() -> None:
+    """Ctrl-Z for hours: the clock has gone on, and nobody could move."""
+    times, looks, told = itertools.count(0.0, 10_000.0), itertools.count(), threading.Event()
+    stands = Lane("stands", lambda: True, lambda: next(looks) and 0, "")
+    with Watchdog([stands], 0.2, lambda _: told.set(), clock=lambda: next(times)):
+        assert told.wait(10)
+    assert next(looks) >= 5, "four looks are the patience, each of two intervals"
 
 
 def test_no_patience_no_thread() -> None:
