@@ -14,7 +14,7 @@
 // last bit, would otherwise stand still for ever. The random bits are a hash of key (seed, step, unit) and element: no state, so
 // threads, order and resumption do not matter.
 
-#include "masters.h"
+#include "lean512.h"
 
 namespace {
 
@@ -294,12 +294,60 @@ CLONES void update_range(const Update u, int64_t from, int64_t length) {
     }
 }
 
+#ifdef LAYERFERRY_LEAN512
+AVX512 void lean_range(const Update u, int64_t from, int64_t length) {
+    LeanBlock block;
+    const Lanes lanes;
+    const PermutedLanes permuted(lanes);
+    const LeanNumbers n(u.numbers);
+    uint8_t *first = static_cast<uint8_t *>(u.first), *second = static_cast<uint8_t *>(u.second);
+    uint8_t *residue = static_cast<uint8_t *>(u.residue);
+    uint16_t *weight = static_cast<uint16_t *>(u.weight);
+    const uint16_t *grad = static_cast<const uint16_t *>(u.grad);
+    for (int64_t at = from; at < from + length; at += kBlock) {
+        ahead(u, at + kAhead);
+        uint8_t &first_exponent = u.first_exponents[at / kBlock], &second_exponent = u.second_exponents[at / kBlock];
+        const __m512i first_base = _mm512_set1_epi16(static_cast<int16_t>((first_exponent + 1) << 7));
+        const __m512i second_base = _mm512_set1_epi16(static_cast<int16_t>((second_exponent + 1) << 7));
+        for (int64_t i = 0; i < kBlock; i += kGroup) {
+            const Group g = upper_halves(load_halves(grad + at + i));
+            const Group m = decoded_signed(load_bytes(first + at + i), first_base);
+            const Group v = decoded_unsigned(load_bytes(second + at + i), second_base);
+            move_half(g.low, m.low, v.low, n, block.first + i, block.second + i);
+            move_half(g.high, m.high, v.high, n, block.first + i + kGroup / 2, block.second + i + kGroup / 2);
+        }
+        first_exponent = static_cast<uint8_t>(block_exponent(block.first, kSignedOctaves));
+        second_exponent = static_cast<uint8_t>(block_exponent(block.second, kUnsignedOctaves));
+        const __m512i first_below = _mm512_set1_epi16(static_cast<int16_t>((first_exponent + 1) << 3));
+        const __m512i second_below = _mm512_set1_epi16(static_cast<int16_t>((second_exponent + 1) << 3));
+        const Stir stir((u.start + at) / kBlock, u.key_low, u.key_high);
+        const __m512i key = _mm512_set1_epi32(static_cast<int32_t>(stir.key));
+        const __m512i factor = _mm512_set1_epi32(static_cast<int32_t>(stir.factor));
+        for (int64_t i = 0; i < kBlock; i += kGroup) {
+            const float *m = block.first + i, *v = block.second + i;
+            const Group random{stirred(permuted.words + i, key, factor), stirred(permuted.words + i + kGroup / 2, key, factor)};
+            const Group before = load_master24(weight + at + i, residue + at + i);
+            const Group after{stepped_half(before.low, m, v, n),
+                              stepped_half(before.high, m + kGroup / 2, v + kGroup / 2, n)};
+            store_first(first + at + i, m, random, first_below);
+            store_second(second + at + i, v, random, second_below);
+            store_master24(weight + at + i, residue + at + i, after, random);
+        }
+    }
+}
+#endif
+
 }  // namespace
 
 extern "C" {
 
 void layerferry_update(const Update *update, int threads) {
-    parallel(update->count, threads, [=](int64_t start, int64_t length) { update_range(*update, start, length); });
+    void (*range)(const Update, int64_t, int64_t) = update_range;
+#ifdef LAYERFERRY_LEAN512
+    const bool lean = update->rule == kAdamW && update->master == kSplit8 && update->first_exponents && update->second_exponents;
+    if (lean && !update->grad_is_fp32 && has_avx512()) range = lean_range;
+#endif
+    parallel(update->count, threads, [=](int64_t start, int64_t length) { range(*update, start, length); });
 }
 
 }  // extern "C"

@@ -41,12 +41,19 @@ struct alignas(64) Lanes {
 };
 
 // A block has two words, which stir those of the lanes: one multiplication an element. `number` counts blocks in the section.
+struct Stir {
+    uint32_t key, factor;
+    Stir(int64_t number, uint32_t key_low, uint32_t key_high) {
+        const uint64_t counter = static_cast<uint64_t>(number);
+        key = hashed(hashed(static_cast<uint32_t>(counter) + key_low) + static_cast<uint32_t>(counter >> 32) + key_high);
+        factor = hashed(key + 0x9e3779b9u) | 1u;
+    }
+};
+
 INLINE void draw(uint32_t *__restrict__ random, const Lanes &lanes, int64_t number, uint32_t key_low, uint32_t key_high) {
-    const uint64_t counter = static_cast<uint64_t>(number);
-    const uint32_t key = hashed(hashed(static_cast<uint32_t>(counter) + key_low) + static_cast<uint32_t>(counter >> 32) + key_high);
-    const uint32_t factor = hashed(key + 0x9e3779b9u) | 1u;
+    const Stir stir(number, key_low, key_high);
     for (int64_t i = 0; i < kBlock; ++i) {
-        const uint32_t word = (lanes.words[i] ^ key) * factor;
+        const uint32_t word = (lanes.words[i] ^ stir.key) * stir.factor;
         random[i] = word ^ (word >> 16);
     }
 }
