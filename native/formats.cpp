@@ -295,6 +295,7 @@ CLONES void update_range(const Update u, int64_t from, int64_t length) {
 }
 
 #ifdef LAYERFERRY_LEAN512
+template <int32_t kMaster>
 AVX512 void lean_range(const Update u, int64_t from, int64_t length) {
     LeanBlock block;
     const Lanes lanes;
@@ -326,12 +327,16 @@ AVX512 void lean_range(const Update u, int64_t from, int64_t length) {
         for (int64_t i = 0; i < kBlock; i += kGroup) {
             const float *m = block.first + i, *v = block.second + i;
             const Group random{stirred(permuted.words + i, key, factor), stirred(permuted.words + i + kGroup / 2, key, factor)};
-            const Group before = load_master24(weight + at + i, residue + at + i);
+            const Group before = kMaster == kBf16 ? upper_halves(load_halves(weight + at + i))
+                                                  : load_master24(weight + at + i, residue + at + i);
             const Group after{stepped_half(before.low, m, v, n),
                               stepped_half(before.high, m + kGroup / 2, v + kGroup / 2, n)};
             store_first(first + at + i, m, random, first_below);
             store_second(second + at + i, v, random, second_below);
-            store_master24(weight + at + i, residue + at + i, after, random);
+            if (kMaster == kBf16)
+                store_bf16(weight + at + i, after, random);
+            else
+                store_master24(weight + at + i, residue + at + i, after, random);
         }
     }
 }
@@ -344,8 +349,9 @@ extern "C" {
 void layerferry_update(const Update *update, int threads) {
     void (*range)(const Update, int64_t, int64_t) = update_range;
 #ifdef LAYERFERRY_LEAN512
-    const bool lean = update->rule == kAdamW && update->master == kSplit8 && update->first_exponents && update->second_exponents;
-    if (lean && !update->grad_is_fp32 && has_avx512()) range = lean_range;
+    const bool lean = update->rule == kAdamW && update->first_exponents && update->second_exponents && !update->grad_is_fp32;
+    if (lean && has_avx512() && update->master == kSplit8) range = lean_range<kSplit8>;
+    if (lean && has_avx512() && update->master == kBf16) range = lean_range<kBf16>;
 #endif
     parallel(update->count, threads, [=](int64_t start, int64_t length) { range(*update, start, length); });
 }

@@ -1,6 +1,6 @@
-// AdamW with 8-bit moments and a 24-bit master, for AVX-512: `update_range` of `formats.cpp` for this one format, bit for bit.
+// AdamW with 8-bit moments, a 24-bit or a bf16 master, for AVX-512: `update_range` of `formats.cpp` for these two, bit for bit.
 //
-// What for: of all formats this one is used most, and where it moves half of AdamW's bytes it is bound by arithmetic: by two
+// What for: of all lean formats these are used most, and moving half of AdamW's bytes they are bound by arithmetic: by two
 // vector ports, since the compiler widens every code and residue to 32 bits before it touches them, and permutes words across
 // lanes to narrow them again. Here 32 elements go together: bytes and halves are worked on in 16-bit lanes, twice as many at a
 // time, and are interleaved with each other into 32 bits and packed again inside 128-bit lanes, which is one cheap instruction
@@ -148,6 +148,13 @@ AVX512_INLINE void store_second(uint8_t *codes, const float *v, const Group &ran
     const __m512i code = _mm512_subs_epu16(_mm512_srli_epi16(upper, 4), below);
     const __mmask32 is_number = _mm512_cmpge_epu16_mask(upper, _mm512_set1_epi16(0x80));
     store_bytes(codes, _mm512_maskz_max_epu16(is_number, code, _mm512_set1_epi16(1)));
+}
+
+AVX512_INLINE void store_bf16(uint16_t *weight, const Group &bits, const Group &random) {
+    const __m512i dropped = _mm512_set1_epi32(0xffff);
+    const Group rounded{_mm512_add_epi32(bits.low, _mm512_and_si512(random.low, dropped)),
+                        _mm512_add_epi32(bits.high, _mm512_and_si512(random.high, dropped))};
+    _mm512_storeu_si512(weight, packed_upper(rounded));
 }
 
 AVX512_INLINE void store_master24(uint16_t *weight, uint8_t *residue, const Group &bits, const Group &random) {
