@@ -28,8 +28,8 @@ from layerferry.engine.compiled import budget_backend
 from layerferry.layout import Entry
 from layerferry.models.build import build_on_meta, owner_types
 from layerferry.models.skeleton import Skeleton
-from layerferry.objectives.base import Targets
 from layerferry.objectives.fused_linear import FusedLinear, Shape
+from layerferry.objectives.head import Targets
 from layerferry.optim.decay import decays
 from layerferry.plan import GIB
 from layerferry.planner.flops import flops_per_token

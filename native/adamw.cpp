@@ -15,7 +15,7 @@
 
 #include "common.h"
 
-// Mirrors AdamWScalars in layerferry/optim/kernels.py: computed there in double, rounded to fp32 once.
+// Mirrors AdamWScalars in layerferry/optim/rules.py: computed there in double, rounded to fp32 once.
 struct Scalars {
     float grad_scale;
     float beta1;

@@ -33,7 +33,8 @@ from layerferry.models.embedding import LookUp, ServedTap
 from layerferry.models.inputs import Inputs
 from layerferry.models.skeleton import Skeleton
 from layerferry.models.tables import standing_in
-from layerferry.objectives.base import DividesHead, Head, Objective
+from layerferry.objectives.base import DividesHead, Objective
+from layerferry.objectives.head import Head
 from layerferry.objectives.head_in_parts import Block, HeadInParts, Tokens
 from layerferry.plan import Plan
 from layerferry.units import Part, Piece, Unit

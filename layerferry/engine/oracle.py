@@ -25,7 +25,7 @@ from layerferry.engine.gradients import gradients_of
 from layerferry.engine.randomness import seed_of
 from layerferry.models.build import locations
 from layerferry.models.stack import find_stack
-from layerferry.objectives.base import Head
+from layerferry.objectives.head import Head
 from layerferry.units import Piece
 
 if TYPE_CHECKING:

@@ -34,7 +34,8 @@ from layerferry.models.inputs import Inputs
 from layerferry.models.skeleton import Skeleton
 from layerferry.models.template import Template
 from layerferry.models.varlen import boundaries
-from layerferry.objectives.base import Head, Objective
+from layerferry.objectives.base import Objective
+from layerferry.objectives.head import Head
 from layerferry.units import Piece, Unit
 
 

@@ -47,8 +47,21 @@ class LookUp:
         target.index_add_(0, ids, rows.to(target.dtype))
 
 
-class EmbeddingTap(TorchFunctionMode):
-    """Taps look-ups in ``tables`` (bound parameters); every other call runs as it is."""
+class _Tap(TorchFunctionMode):
+    """Answers ``F.embedding`` by its own ``embedding``; every other call runs as it is."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return (self.embedding if func is F.embedding else func)(*args, **(kwargs or {}))
+
+    def embedding(self, input: Tensor, weight: Tensor, *options: Any, **more: Any) -> Tensor:
+        """As ``F.embedding`` is called."""
+        raise NotImplementedError
+
+
+class EmbeddingTap(_Tap):
+    """Taps look-ups in ``tables`` (bound parameters)."""
 
     def __init__(self, tables: Sequence[Tensor]) -> None:
         super().__init__()
@@ -60,22 +73,19 @@ class EmbeddingTap(TorchFunctionMode):
         """Every look-up gives ``blank``, in the right shape; no table is read."""
         return _BlindTap(blank)
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.embedding:
-            return func(*args, **kwargs)
-        ids, table, padding_idx, max_norm, scale_grad = _arguments(*args, **kwargs)
-        if id(table) not in self._tables or max_norm is not None or scale_grad:
-            return func(*args, **kwargs)
-        values = self._values(ids, table)
-        if not (torch.is_grad_enabled() and table.requires_grad):
+    def embedding(self, input: Tensor, weight: Tensor, *options: Any, **more: Any) -> Tensor:
+        padding_idx, max_norm, scale_grad = _options(*options, **more)
+        if id(weight) not in self._tables or max_norm is not None or scale_grad:
+            return F.embedding(input, weight, *options, **more)
+        values = self._values(input, weight)
+        if not (torch.is_grad_enabled() and weight.requires_grad):
             return values
         # -0.0 is what changes no value when it is added, not even another -0.0. The leaf is one number, seen as [..., D];
         # its sum with the values is not a leaf, so families that scale their embeddings in place may (ctrl).
         leaf = torch.full((), -0.0, dtype=values.dtype, device=values.device).expand(values.shape).requires_grad_(True)
-        self.look_ups.append(LookUp(table, ids, leaf, padding_idx))
+        if padding_idx is not None and padding_idx < 0:
+            padding_idx += weight.shape[0]
+        self.look_ups.append(LookUp(weight, input, leaf, padding_idx))
         return values + leaf
 
     def _values(self, ids: Tensor, table: Tensor) -> Tensor:
@@ -110,32 +120,23 @@ def same_memory(one: Tensor, other: Tensor) -> bool:
     )
 
 
-class _BlindTap(TorchFunctionMode):
+class _BlindTap(_Tap):
     """Answers every look-up with one number in the right shape; the tables are not read."""
 
     def __init__(self, blank: float) -> None:
         super().__init__()
         self._blank = blank
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.embedding:
-            return func(*args, **kwargs)
-        ids, table, _, _, _ = _arguments(*args, **kwargs)
-        return torch.full((*ids.shape, table.shape[1]), self._blank, dtype=table.dtype, device=ids.device)
+    def embedding(self, input: Tensor, weight: Tensor, *options: Any, **more: Any) -> Tensor:
+        return torch.full((*input.shape, weight.shape[1]), self._blank, dtype=weight.dtype, device=input.device)
 
 
-def _arguments(
-    input: Tensor,
-    weight: Tensor,
+def _options(
     padding_idx: int | None = None,
     max_norm: float | None = None,
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> tuple[Tensor, Tensor, int | None, float | None, bool]:
-    if padding_idx is not None and padding_idx < 0:
-        padding_idx += weight.shape[0]
-    return input, weight, padding_idx, max_norm, scale_grad_by_freq
+) -> tuple[int | None, float | None, bool]:
+    """What of the further arguments of ``F.embedding`` matters here."""
+    return padding_idx, max_norm, scale_grad_by_freq

@@ -16,9 +16,9 @@ from torch import Tensor
 from layerferry.engine.batch import MicroBatch
 from layerferry.errors import ModelRefused
 from layerferry.models.skeleton import Skeleton
-from layerferry.objectives.base import Head, Targets
 from layerferry.objectives.custom import OnLogits
 from layerferry.objectives.fused_linear import PROBE_TOKENS, FusedLinear
+from layerferry.objectives.head import Head, Targets
 from layerferry.objectives.head_in_parts import HeadInParts
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layerferry.engine.batch import MicroBatch
-from layerferry.objectives.base import Head, Targets
+from layerferry.objectives.head import Head, Targets
 
 
 class OnLogits:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerferry.models.linear_head import Shape, agree, candidates, spread
-from layerferry.objectives.base import Head
+from layerferry.objectives.head import Head
 
 PROBE_TOKENS = 16
 """Hidden states that a head is tried with."""

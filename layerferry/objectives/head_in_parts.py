@@ -21,8 +21,8 @@ from torch import Tensor
 
 from layerferry.engine.batch import MicroBatch
 from layerferry.models.linear_head import Shape
-from layerferry.objectives.base import Head, Targets
 from layerferry.objectives.fused_linear import add_product
+from layerferry.objectives.head import Head, Targets
 
 
 @dataclass(frozen=True, slots=True)

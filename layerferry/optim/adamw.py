@@ -1,6 +1,6 @@
 """AdamW on an exact fp32 master by default: 8 bytes of moments, decoupled weight decay, the clip coefficient in the same pass.
 
-The meaning is that of ``torch.optim.AdamW``, its arithmetic is written down in ``kernels.py``. Other formats of the state
+The meaning is that of ``torch.optim.AdamW``, its arithmetic is written down in ``rules.py``. Other formats of the state
 (``formats.py``) change what is kept of the result, not the update. Planes in host memory go to the native kernels, planes on a
 device to Triton's: the same bits (``tests/optim``, ``tests/gpu``).
 """
@@ -11,8 +11,8 @@ from layerferry.config import OptimConfig
 from layerferry.errors import ConfigError
 from layerferry.optim.base import EXP_AVG, EXP_AVG_SQ, StepHyper
 from layerferry.optim.formats import FormattedOptimizer, StateFormat, check_betas
-from layerferry.optim.kernels import AdamWScalars, Kernels
-from layerferry.optim.rules import SMALLEST_NORMAL
+from layerferry.optim.kernels import Kernels
+from layerferry.optim.rules import SMALLEST_NORMAL, AdamWScalars
 
 
 class AdamW(FormattedOptimizer):

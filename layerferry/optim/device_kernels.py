@@ -1,6 +1,6 @@
 """Updates of planes that live on a CUDA device: one pass in Triton, the same bits as the CPU's.
 
-The operations are those of ``kernels.py`` and ``rules.py`` in the same order, each rounded once: fused multiply-add is off for
+The operations are those of ``rules.py`` in the same order, each rounded once: fused multiply-add is off for
 the launch, square root and division are the correctly rounded ones. So a unit may be moved between host and device without
 changing a run. Where Triton is missing the torch reference serves. Checked by ``tests/gpu/test_device_adamw.py`` and
 ``test_device_formats.py`` against the CPU kernels, bit for bit.
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from layerferry.layout import BLOCK_ELEMENTS
-from layerferry.optim.kernels import MASTERS, NUMBERS, AdamWScalars, Operands, kept_bits, tuned_update
+from layerferry.optim.kernels import MASTERS, NUMBERS, Operands, kept_bits, tuned_update
 from layerferry.optim.reference import ReferenceKernels
 from layerferry.optim.rounding import Rounding
-from layerferry.optim.rules import RULES, SMALLEST_NORMAL, Rule
+from layerferry.optim.rules import RULES, SMALLEST_NORMAL, AdamWScalars, Rule
 
 BLOCK = 1024
 ROWS = 8

@@ -1,15 +1,5 @@
 """The seam between an optimizer and whatever computes it: updates over flat spans, native or in torch.
 
-``AdamWScalars`` is everything but the arrays. It is computed in double precision and rounded to fp32 once, so that every
-implementation starts from the same nine numbers. The update, one fp32 rounding per operation, in this order::
-
-    scaled = grad * grad_scale
-    m = beta1 * m + one_minus_beta1 * scaled                   # |m| below the smallest normal number becomes 0
-    v = beta2 * v + (one_minus_beta2 * scaled) * scaled        # likewise
-    master = master - (step_size * (m / (sqrt(v) * rsqrt_bias_correction2 + eps)) + decay * master)
-
-It is AdamW (Loshchilov & Hutter) with the bias corrections folded into two numbers. Decay and update are summed before they meet
-the master: one rounding of the master instead of two, so a decay below half an ulp (lr 1e-6) is not lost beside a larger update.
 ``Kernels.update`` takes any rule (``rules.py``) and any format of planes (``formats.py``); AdamW with fp32 moments has kernels of
 its own, which ``update`` uses where they serve: the same bits, tuned to the last percent.
 Implementations: ``native_kernels.py`` (C++), ``reference.py`` (torch), ``device_kernels.py`` (Triton);
@@ -18,51 +8,15 @@ Implementations: ``native_kernels.py`` (C++), ``reference.py`` (torch), ``device
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from layerferry.optim.factored import Factored, FactoredKernels
-    from layerferry.optim.rounding import Rounding
-    from layerferry.optim.rules import Rule
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamWScalars:
-    """The fp32 numbers of one update; field order is the struct of ``native/adamw.cpp``."""
-
-    grad_scale: float
-    beta1: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-    rsqrt_bias_correction2: float
-    eps: float
-    step_size: float
-    decay: float
-
-    @classmethod
-    def of(
-        cls, *, lr: float, step: int, grad_scale: float, betas: tuple[float, float], eps: float, weight_decay: float
-    ) -> AdamWScalars:
-        """Of step number ``step`` (from 1)."""
-        assert step >= 1, "optimizer steps are counted from 1"
-        beta1, beta2 = betas
-        return cls(
-            grad_scale=grad_scale,
-            beta1=beta1,
-            one_minus_beta1=1.0 - beta1,
-            beta2=beta2,
-            one_minus_beta2=1.0 - beta2,
-            rsqrt_bias_correction2=1.0 / math.sqrt(1.0 - beta2**step),
-            eps=eps,
-            step_size=lr / (1.0 - beta1**step),
-            decay=lr * weight_decay,
-        )
+from layerferry.optim.factored import Factored, FactoredKernels
+from layerferry.optim.rounding import Rounding
+from layerferry.optim.rules import AdamWScalars, Rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

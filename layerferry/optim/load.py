@@ -21,11 +21,11 @@ from layerferry.config import cache_folder
 from layerferry.layout import BLOCK_ELEMENTS
 from layerferry.optim.build import NATIVE_FOLDER, BuildError, cache_key, compile_native, intact_libraries, source_key
 from layerferry.optim.factored import Factored
-from layerferry.optim.kernels import AdamWScalars, Kernels, Moment, Operands
+from layerferry.optim.kernels import Kernels, Moment, Operands
 from layerferry.optim.native_kernels import NativeKernels
 from layerferry.optim.reference import ReferenceKernels
 from layerferry.optim.rounding import Rounding
-from layerferry.optim.rules import DescentScalars, LionScalars, MomentumScalars, Rule, SgdScalars
+from layerferry.optim.rules import AdamWScalars, DescentScalars, LionScalars, MomentumScalars, Rule, SgdScalars
 
 EDGE_BITS = (0x00008000, 0x3F808000, 0x3F807FFF, 0x7F7FFFFF, 0x7F800000, 0x7FFFFFFF, -0x80000000, -0x00008000)
 """Values at which a wrong split of the master shows: ties, the largest, infinity, NaN, the negative zero."""

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from layerferry.layout import BLOCK_ELEMENTS
 from layerferry.optim.addresses import address
-from layerferry.optim.kernels import MASTERS, NUMBERS, AdamWScalars, Moment, Operands, kept_bits, tuned_update
+from layerferry.optim.kernels import MASTERS, NUMBERS, Moment, Operands, kept_bits, tuned_update
 from layerferry.optim.native_factored import NativeFactored
 from layerferry.optim.rounding import Rounding
-from layerferry.optim.rules import RULES, Rule
+from layerferry.optim.rules import RULES, AdamWScalars, Rule
 
 
 class NativeKernels:

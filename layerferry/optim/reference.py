@@ -1,6 +1,6 @@
 """Updates in plain torch: the meaning of the native kernels, their stand-in without a compiler, and the step of device planes.
 
-The operations and their order are those of ``kernels.py`` and ``rules.py``, one fp32 rounding each. ``addcmul``, ``lerp`` and
+The operations and their order are those of ``rules.py``, one fp32 rounding each. ``addcmul``, ``lerp`` and
 ``alpha=`` do not occur: they are fused multiply-adds on some CPUs and would change bits.
 Runs in blocks, so that temporaries stay small beside a unit's planes. ``threads`` is torch's own affair and ignored here.
 """
@@ -15,11 +15,11 @@ from torch import Tensor
 from layerferry.layout import BLOCK_ELEMENTS
 from layerferry.master import join_master, split_master
 from layerferry.optim.blocks import decode, encode
-from layerferry.optim.kernels import AdamWScalars, Moment, Operands
+from layerferry.optim.kernels import Moment, Operands
 from layerferry.optim.masters import load_master, store_master
 from layerferry.optim.reference_factored import ReferenceFactored
 from layerferry.optim.rounding import Rounding, for_exp_avg, for_exp_avg_sq, random_words
-from layerferry.optim.rules import MomentumScalars, Rule, update
+from layerferry.optim.rules import AdamWScalars, MomentumScalars, Rule, update
 
 CPU_BLOCK = 1 << 20
 """Elements at a time: a few MiB of temporaries, and enough work for torch's threads."""

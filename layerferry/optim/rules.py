@@ -3,7 +3,9 @@
 One fp32 rounding per operation, in the order written (``native/formats.cpp`` and ``triton_formats.py`` have the same). ``scaled``
 is the gradient times the clip coefficient; moments below the smallest normal number become 0::
 
-    AdamW   kernels.py has it
+    AdamW   m = beta1 * m + one_minus_beta1 * scaled
+            v = beta2 * v + (one_minus_beta2 * scaled) * scaled
+            master = master - (step_size * (m / (sqrt(v) * rsqrt_bias_correction2 + eps)) + decay * master)
     Lion    step = step_size * sign(beta1 * m + one_minus_beta1 * scaled)        # Chen et al., arXiv 2302.06675
             m = beta2 * m + one_minus_beta2 * scaled
             master = master - (step + decay * master)
@@ -14,19 +16,54 @@ is the gradient times the clip coefficient; moments below the smallest normal nu
             grad = bf16(one_minus_momentum * scaled + momentum * m)              # written over the gradient; no master
             master = master - (step_size * grad + decay * master)                # grad: what the device has made of it
 
+AdamW is Loshchilov & Hutter's with the bias corrections folded into two numbers. Decay and update are summed before they meet the
+master: one rounding of the master instead of two, so a decay below half an ulp (lr 1e-6) is not lost beside a larger update.
 Field order is that of the arrays of numbers in C++. Checked by ``tests/optim/test_formats.py``.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from layerferry.optim.kernels import AdamWScalars
-
 SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamWScalars:
+    """The fp32 numbers of one update; field order is the struct of ``native/adamw.cpp``."""
+
+    grad_scale: float
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    rsqrt_bias_correction2: float
+    eps: float
+    step_size: float
+    decay: float
+
+    @classmethod
+    def of(
+        cls, *, lr: float, step: int, grad_scale: float, betas: tuple[float, float], eps: float, weight_decay: float
+    ) -> AdamWScalars:
+        """Of step number ``step`` (from 1)."""
+        assert step >= 1, "optimizer steps are counted from 1"
+        beta1, beta2 = betas
+        return cls(
+            grad_scale=grad_scale,
+            beta1=beta1,
+            one_minus_beta1=1.0 - beta1,
+            beta2=beta2,
+            one_minus_beta2=1.0 - beta2,
+            rsqrt_bias_correction2=1.0 / math.sqrt(1.0 - beta2**step),
+            eps=eps,
+            step_size=lr / (1.0 - beta1**step),
+            decay=lr * weight_decay,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from layerferry.backends.chaos import ChaosBackend
 from layerferry.errors import PlanError
 from layerferry.objectives import OnHidden, OnLogits
-from layerferry.objectives.base import Targets
+from layerferry.objectives.head import Targets
 from layerferry.plan import Plan
 from tests.conformance.families import BY_TYPE, tiny_config
 from tests.conformance.harness import gradients, make_engine, masked, micro_batches, real_model, unequal

@@ -15,8 +15,8 @@ from layerferry.backends.chaos import ChaosBackend
 from layerferry.engine.engine import Engine, clip_coefficient
 from layerferry.engine.oracle import WholeRows, loss_and_gradients
 from layerferry.layout import FP32_PLANE, GRAD, RESIDUE, WEIGHT
-from layerferry.optim.kernels import AdamWScalars
 from layerferry.optim.reference import ReferenceKernels
+from layerferry.optim.rules import AdamWScalars
 from layerferry.plan import Plan
 from tests.conformance.families import BY_TYPE, tiny_config
 from tests.conformance.harness import PLAN, gradients, make_engine, masters, micro_batches, real_model, seeded, unequal

@@ -7,8 +7,8 @@ import torch
 
 from layerferry.backends.cuda import device_count
 from layerferry.optim.device_kernels import device_kernels
-from layerferry.optim.kernels import AdamWScalars
 from layerferry.optim.reference import ReferenceKernels
+from layerferry.optim.rules import AdamWScalars
 from tests.gpu.small import assert_places_do_not_matter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="no CUDA device")]

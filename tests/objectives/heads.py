@@ -10,7 +10,7 @@ from torch import Tensor
 from layerferry.engine.batch import IGNORE_INDEX, MicroBatch
 from layerferry.engine.engine import Engine
 from layerferry.layout import FP32_PLANE, WEIGHT, Plane
-from layerferry.objectives.base import Head
+from layerferry.objectives.head import Head
 from tests.conformance.families import BY_TYPE, tiny_config
 from tests.conformance.harness import make_engine, real_model
 

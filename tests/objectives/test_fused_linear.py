@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerferry.layout import WEIGHT
-from layerferry.objectives.base import Head, Targets
 from layerferry.objectives.cross_entropy import CrossEntropy
 from layerferry.objectives.fused_linear import FusedLinear, Shape
+from layerferry.objectives.head import Head, Targets
 from layerferry.plan import Plan
 from tests.conformance.families import BY_TYPE, tiny_config
 from tests.conformance.harness import make_engine, masked, real_model

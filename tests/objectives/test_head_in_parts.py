@@ -17,7 +17,8 @@ from layerferry.engine.ends_in_parts import block_of
 from layerferry.errors import ModelRefused
 from layerferry.layout import FP32_PLANE, WEIGHT, Plane
 from layerferry.objectives import CrossEntropy, OnHidden, OnLogits
-from layerferry.objectives.base import DividesHead, Head
+from layerferry.objectives.base import DividesHead
+from layerferry.objectives.head import Head
 from layerferry.units import Part, divide
 from tests.conformance.harness import masked
 from tests.objectives.heads import HEADS, batch, head_of, hidden_states

@@ -12,7 +12,7 @@ from torch import Tensor
 from layerferry.engine.batch import IGNORE_INDEX, MicroBatch
 from layerferry.engine.oracle import WholeRows
 from layerferry.objectives import CrossEntropy, OnHidden, OnLogits
-from layerferry.objectives.base import Targets
+from layerferry.objectives.head import Targets
 from tests.conformance.harness import gradients, make_engine, micro_batches
 from tests.engine.small import small_model
 from tests.objectives.heads import HEADS, batch, collected, head_of, hidden_states

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from layerferry.master import split_master
-from layerferry.optim.kernels import AdamWScalars, Kernels
+from layerferry.optim.kernels import Kernels
+from layerferry.optim.rules import AdamWScalars
 
 NAMES = ("weight", "residue", "grad", "exp_avg", "exp_avg_sq")
 

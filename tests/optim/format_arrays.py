@@ -11,9 +11,9 @@ from torch import Tensor
 from layerferry.layout import BLOCK_ELEMENTS
 from layerferry.master import split_master, split_master24
 from layerferry.optim.blocks import encode
-from layerferry.optim.kernels import AdamWScalars, Kernels, Moment, Operands
+from layerferry.optim.kernels import Kernels, Moment, Operands
 from layerferry.optim.rounding import Rounding
-from layerferry.optim.rules import DescentScalars, LionScalars, MomentumScalars, Rule, SgdScalars
+from layerferry.optim.rules import AdamWScalars, DescentScalars, LionScalars, MomentumScalars, Rule, SgdScalars
 from tests.optim.arrays import scalars
 
 MASTERS = ("whole", "fp32", "24bit", "bf16")
