@@ -4,7 +4,7 @@ Transformers keeps packed samples apart with a mask of T x T per row, which rule
 ``torch.nn.attention.varlen`` the models that take flash attention's arguments are switched to an attention function of
 ours: given the boundaries of the samples it runs the variable-length kernel over all rows as one sequence of samples;
 without them it is transformers' SDPA. Attention with sinks goes through ``sinks.py``, with boundaries always. Models whose
-attention has soft-caps, chunks or dropout keep the mask.
+attention has soft-caps, chunks, dropout or heads wider than the kernels take keep the mask.
 
 Checked by ``tests/models/test_varlen.py`` (the plumbing, with a plain kernel in place of torch's) and
 ``tests/gpu/test_varlen_cuda.py`` (the kernel).
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from layerferry.layout import round_up
 from layerferry.models import sinks
 from layerferry.models.attention_outputs import ATTRIBUTE, AttentionOutputs
 
@@ -32,6 +33,10 @@ NAME_WITH_SINKS = "layerferry_sinks"
 BOUNDARIES_MULTIPLE = 64
 """Boundaries are padded to a multiple of this many, so that compiled layers see few shapes."""
 
+WIDEST_HEAD = 256
+"""Numbers of a query or key that the flash kernels take at most (Gemma 4 has 512 in some layers)."""
+WIDTH_MULTIPLE = 8
+"""What theirs is a multiple of: OpenLLaMA-3B has 100."""
 KEEP_MASKS = ("nemotron",)
 """Families whose layers do not hand the boundaries on to their attention."""
 
@@ -59,18 +64,8 @@ def use_where_possible(model: PreTrainedModel, device: torch.device) -> bool:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    text = model.config.get_text_config()
-    takes_anything = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    plain = (
-        getattr(text, "attn_logit_softcapping", None) is None
-        and not _drops_attention(text)
-        and kinds <= {"full_attention", "sliding_attention"}
-    )
-    plain = plain and model.config.model_type not in KEEP_MASKS
-    able = getattr(model, "_supports_flash_attn", False) and getattr(model, "_supports_attention_backend", False)
     has_sinks = any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters())
-    if model.config._attn_implementation != ("eager" if has_sinks else "sdpa") or not (takes_anything and plain and able):
+    if model.config._attn_implementation != ("eager" if has_sinks else "sdpa") or not _needs_no_mask(model):
         return False
     if has_sinks and not _may_have_sinks(model, device):
         return False
@@ -82,6 +77,26 @@ def use_where_possible(model: PreTrainedModel, device: torch.device) -> bool:
         if getattr(module, "config", None) is not None:
             module.config._attn_implementation = NAME_WITH_SINKS if has_sinks else NAME
     return True
+
+
+def _needs_no_mask(model: PreTrainedModel) -> bool:
+    """Whether sample boundaries reach its attention, and the kernels are all that its attention does."""
+    text = model.config.get_text_config()
+    takes_anything = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
+    able = getattr(model, "_supports_flash_attn", False) and getattr(model, "_supports_attention_backend", False)
+    plain = (
+        getattr(text, "attn_logit_softcapping", None) is None
+        and not _drops_attention(text)
+        and set(getattr(text, "layer_types", None) or ()) <= {"full_attention", "sliding_attention"}
+        and _widest_head(model) <= WIDEST_HEAD
+    )
+    return takes_anything and able and plain and model.config.model_type not in KEEP_MASKS
+
+
+def _widest_head(model: PreTrainedModel) -> int:
+    """As its attention modules say: configurations have many names for it, and some override it layer by layer."""
+    widths = (getattr(module, name, 0) for module in model.modules() for name in ("head_dim", "qk_head_dim"))
+    return max(width for width in widths if isinstance(width, int))
 
 
 def _may_have_sinks(model: PreTrainedModel, device: torch.device) -> bool:
@@ -130,7 +145,8 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [B, H, T, d], key [B, H', T, d], value [B, H', T, v] @device -> ([B, T, H, v], None), as transformers' attention
-    functions. Latent attention has v below d: the kernel has one width, so values travel with zeros behind them."""
+    functions. The kernels have one width, a multiple of 8: what is narrower, as the values of latent attention are, travels with
+    zeros behind it."""
     options = {"dropout": dropout, "scaling": scaling, "cu_seq_lens_q": cu_seq_lens_q, "max_length_q": max_length_q, **kwargs}
     outputs: AttentionOutputs | None = getattr(module, ATTRIBUTE, None)
     if outputs is not None:
@@ -165,28 +181,32 @@ def _attend(
         cu_seq_lens_q = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32, device=query.device)
         max_length_q = tokens
     assert max_length_q is not None, "boundaries come with the length of the longest sample"
-    value_width = value.shape[-1]
+    value_width, kernel_width = value.shape[-1], round_up(width, WIDTH_MULTIPLE)
     assert value_width <= width, "values wider than keys"
-    if value_width < width:
-        value = torch.nn.functional.pad(value, (0, width - value_width))
-    q, k, v = (t.transpose(1, 2).reshape(rows * tokens, t.shape[1], width) for t in (query, key, value))
-    window: int | None = kwargs.get("sliding_window")
+    q, k, v = (_in_one_row(tensor, kernel_width) for tensor in (query, key, value))
+    scale, window = width**-0.5 if scaling is None else scaling, kwargs.get("sliding_window")
     if with_sinks is None:
-        packed = varlen_kernel(q, k, v, cu_seq_lens_q, max_length_q, scaling, window)
+        packed = varlen_kernel(q, k, v, cu_seq_lens_q, max_length_q, scale, window)
     else:
-        scale = width**-0.5 if scaling is None else scaling
         packed = sinks.attend(q, k, v, with_sinks, cu_seq_lens_q, max_length_q, scale, window)
-    return packed.view(rows, tokens, heads, width)[..., :value_width]
+    return packed.view(rows, tokens, heads, kernel_width)[..., :value_width]
+
+
+def _in_one_row(states: Tensor, width: int) -> Tensor:
+    """[B, H, T, d] -> [B*T, H, width], zeros behind the d numbers of a head: they add nothing to any product."""
+    own = states.shape[-1]
+    padded = states if own == width else torch.nn.functional.pad(states, (0, width - own))
+    return padded.transpose(1, 2).reshape(-1, states.shape[1], width)
 
 
 def varlen_kernel(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float, window: int | None
 ) -> Tensor:
     """Causal attention inside samples: query [N, H, d], key and value [N, H', d], starts [S + 1] int32 -> [N, H, d]."""
     from torch.nn.attention.varlen import varlen_attn
 
     accepted = inspect.signature(varlen_attn).parameters
-    options: dict[str, Any] = {} if scale is None else {"scale": scale}
+    options: dict[str, Any] = {"scale": scale}
     if "window_size" in accepted:
         options["window_size"] = (-1 if window is None else window - 1, 0)
     else:

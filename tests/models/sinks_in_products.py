@@ -23,6 +23,7 @@ def scores(query: Tensor, key: Tensor, starts: Tensor, scale: float, window: int
 def plain_kernel(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0, "what flash kernels take"
     found = scores(query, key, starts, scale, window)
     values = value.float().repeat_interleave(query.shape[1] // value.shape[1], dim=1)
     return torch.einsum("hqk,khd->qhd", found.softmax(-1), values).to(query.dtype), found.logsumexp(-1)

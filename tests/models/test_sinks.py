@@ -64,11 +64,11 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-def model_of(kind: str, dtype: torch.dtype) -> Any:
+def model_of(kind: str, dtype: torch.dtype, **options: Any) -> Any:
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**TINY, **OWN.get(kind, {})}), dtype=dtype)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**TINY, **OWN.get(kind, {}), **options}), dtype=dtype)
     assert model.config._attn_implementation == "eager"
     return model.train()
 
@@ -79,15 +79,22 @@ def known_families() -> list[str]:
     return [kind for kind in sinks.FAMILIES if kind in CONFIG_MAPPING]
 
 
-@pytest.mark.parametrize("kind", known_families())
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *((kind, {}) for kind in known_families()),
+        ("gpt_oss", {"sliding_window": 1}),
+        ("gpt_oss", {"sliding_window": 64, "num_key_value_heads": 1, "head_dim": 6}),
+    ],
+)
 def test_families_give_the_loss_and_gradients_of_their_own_function(
-    kind: str, plain: None, monkeypatch: pytest.MonkeyPatch
+    kind: str, options: dict[str, Any], plain: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In fp32, which the models are taken for bf16 to be switched."""
-    monkeypatch.setattr(type(model_of(kind, torch.float32)), "dtype", torch.bfloat16)
+    monkeypatch.setattr(type(model_of(kind, torch.float32, **options)), "dtype", torch.bfloat16)
     ids, results = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(1)), []
     for ours in (False, True):
-        model = model_of(kind, torch.float32)
+        model = model_of(kind, torch.float32, **options)
         for name, parameter in model.named_parameters():
             if name.endswith("sinks"):
                 parameter.data.normal_()

@@ -33,6 +33,7 @@ def plain_kernel(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None, window: int | None
 ) -> Tensor:
     """One sample after the other through torch's attention."""
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0, "what flash kernels take"
     pieces = []
     for begin, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
         if begin == end:
@@ -68,6 +69,9 @@ LATENT = {
         ("qwen2", {}),
         ("mistral", {"sliding_window": 4}),
         ("qwen3", {"head_dim": 8}),
+        ("llama", {"num_key_value_heads": 1, "head_dim": 6}),
+        ("mistral", {"sliding_window": 1}),
+        ("mistral", {"sliding_window": 64}),
         ("olmo2", {}),
         ("deepseek_v3", LATENT),
     ],
@@ -113,9 +117,11 @@ def test_unpacked_rows_are_left_to_sdpa_bit_for_bit() -> None:
         ("gpt_oss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}),
         ("bloom", {}),
         ("llama", {"attention_dropout": 0.1}),
+        ("llama", {"head_dim": 264}),
+        ("gemma4_text", {"vocab_size_per_layer_input": 96}),
     ],
 )
-def test_soft_caps_sinks_biases_and_dropout_keep_the_mask(kind: str, options: dict[str, Any]) -> None:
+def test_soft_caps_sinks_biases_dropout_and_wide_heads_keep_the_mask(kind: str, options: dict[str, Any]) -> None:
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**TINY, **options}))
