@@ -127,12 +127,15 @@ class Books:
             return self._pinned_home
         if self._one_memory:
             return 0
-        planes = self._weights[choice.carry].planes
-        needed = planes[-1] + self._inputs_of(choice).host_bytes + self._arrivals_of(choice, choice.home) - self._host
+        planes, most = self._weights[choice.carry].planes, self._disk.most_home
+        needed = planes[-1] + self._inputs_of(choice).host_bytes - self._host
+
+        def enough(home: int) -> bool:
+            return planes[home] + self._disk.reach(home)[-1] >= needed + self._arrivals_of(choice, home)
+
         if not self._disk.is_there:
-            return min(bisect_left(planes, needed), self._units)
-        most = self._disk.most_home
-        return next((home for home in range(most) if planes[home] + self._disk.reach(home)[-1] >= needed), most)
+            return bisect_left(range(most), True, key=enough)
+        return next(filter(enough, range(most)), most)
 
     # ---------------------------------------------------------------- bytes
 

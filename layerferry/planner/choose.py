@@ -8,7 +8,7 @@ Checked by ``tests/planner/test_choose.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from layerferry.backends.base import Backend
@@ -119,8 +119,8 @@ def with_notes(question: Problem, plan: Plan) -> Plan:
             "units are updated when their gradients arrive: nothing is clipped, and a step that is not finite cannot be "
             "skipped; the run ends there"
         )
-    if (slowest := max(question.model.slowness, default=1.0)) != 1.0 or min(question.model.slowness, default=1.0) != 1.0:
-        notes.append(f"layers were timed on this device: {slowest:.2f} times what its rates let expect, which the seconds go by")
+    if set(question.model.slowness) - {1.0}:
+        notes.append(_timed(question.model.slowness))
     if not plan.calibrated and not question.machine.is_cpu:
         notes.append(f"activations are estimated, not measured: {ESTIMATE_MARGIN:.0%} of them is kept free")
     if plan.on_disk and plan.seconds is not None:
@@ -156,6 +156,11 @@ def pinned_bytes(question: Problem, plan: Plan) -> int:
     planes = [unit_bytes(question.model, specs[kind]) for kind in kept]
     arriving = sum(item.num_bytes for item in arrivals(question.model, specs, plan))
     return arriving + sum(num_bytes for plane in planes for index, num_bytes in enumerate(plane) if index not in home)
+
+
+def _timed(slowness: Sequence[float]) -> str:
+    ratios = dict.fromkeys(f"{ratio:.2f}" for ratio in (min(slowness), max(slowness)))
+    return f"layers were timed on this device: {' to '.join(ratios)} times what its rates let expect, which the seconds go by"
 
 
 def _endurance(question: Problem, plan: Plan, seconds: Seconds) -> str:

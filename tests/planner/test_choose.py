@@ -321,6 +321,16 @@ def test_layers_that_take_quite_another_time_than_expected_are_believed(slower: 
     assert any("layers were timed" in note for note in plan.notes) is believed
 
 
+@pytest.mark.parametrize(
+    ("slowness", "said"), [((1.0, 0.6), "0.60 to 1.00 times"), ((1.7, 1.7), ": 1.70 times"), ((1.0, 1.0), "")]
+)
+def test_layers_that_are_faster_are_said_to_be(slowness: tuple[float, ...], said: str) -> None:
+    question = ask()
+    question = replace(question, model=replace(question.model, slowness=slowness))
+    notes = " ".join(with_notes(question, Plan()).notes)
+    assert said in notes and ("layers were timed" in notes) == bool(said)
+
+
 def test_where_nothing_can_be_measured_the_estimate_stands() -> None:
     decision = decide(ask(), lambda plan, shape: None)
     assert not decision.plan.calibrated and "estimated, not measured" in " ".join(decision.plan.notes)

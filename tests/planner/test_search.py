@@ -94,6 +94,16 @@ def test_no_more_units_would_fit_at_home() -> None:
             assert books.device(furnished._replace(home=furnished.home + 1)) > 60 * 2**30
 
 
+def test_updates_on_arrival_send_no_more_units_home_than_the_host_needs() -> None:
+    """What gradients arrive in shrinks with every unit that leaves the host, the embedding's first. Oracle: every number."""
+    model, given = qwen("qwen2.5-7b", 3), config(rows=1, update_on_arrival=True)
+    question = problem(model, specs(), machine(device_gib=22.5, host_gib=10.4), given, 1024)
+    books = Books(question)
+    for choice in list(choices(question))[::20]:
+        if not choice.richer_budget and books.furnished(choice)[1]:
+            assert all(books.short(books._with(choice, home)) for home in range(len(model.units) + 1))
+
+
 def test_layers_that_keep_more_fill_the_device_and_are_faster() -> None:
     """90 GiB, one wave: inputs alone are kept in 42 GiB, and a layer of 0.7 of its activations takes 12 GiB more."""
     question = ask(rows=128, device_gib=90)
