@@ -8,32 +8,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from layerferry.chat import Talker, chat
 from layerferry.config import ChatConfig, ModelConfig
 from layerferry.errors import CheckpointError, UserError
-
-TOKENIZER = Path(__file__).parent / "goldens" / "data" / "tokenizer"
+from tests.saved_llama import save_llama
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of two layers with random weights, and our small tokenizer."""
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer) + 8,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        eos_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    return save_llama(tmp_path_factory.mktemp("model"), more_rows=8)
 
 
 def options(folder: Path, **changes: Any) -> ChatConfig:

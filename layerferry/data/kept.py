@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -41,9 +42,9 @@ def load(folder: Path, *, isolated: bool) -> Sets | None:
 
 
 def save(folder: Path, sets: Sets) -> None:
+    partial = {name: folder / f".{name}.part-{os.getpid()}" for name in sets}  # another run may build the same sets
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        partial = {name: folder / f".{name}.part-{os.getpid()}" for name in sets}  # another run may build the same sets
         for name, path in partial.items():
             path.unlink(missing_ok=True)
             with path.open("xb") as stream:
@@ -51,6 +52,9 @@ def save(folder: Path, sets: Sets) -> None:
         for name in sorted(sets, key=lambda name: name == TRAIN):  # train last: its presence says that all are there
             partial[name].rename(folder / f"{name}.npz")
     except OSError as error:
+        for path in partial.values():  # a disk that is full stays so otherwise
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
         raise DataError(
             f"tokenized_path: {error.filename or folder} cannot be written: {error.strerror or error}: free the disk, or name "
             "another folder"

@@ -4,30 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from layerferry import cli
-
-TOKENIZER = Path(__file__).parents[1] / "goldens" / "data" / "tokenizer"
+from tests.saved_llama import save_llama
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        eos_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    return save_llama(tmp_path_factory.mktemp("model"))
 
 
 def run_of(folder: Path, *more: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -102,6 +103,17 @@ def test_anything_else_is_refused(tmp_path: Path) -> None:
         (tmp_path / "b" / name).write_text(text)
         with pytest.raises(DataError, match="cannot be read as LLaMA-Factory's"):
             kept.load(tmp_path / "b", isolated=False)
+
+
+def test_a_disk_that_is_full_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def savez(stream: Any, **arrays: Any) -> None:
+        stream.write(b"PK half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", savez)
+    with pytest.raises(DataError, match="cannot be written: No space left on device"):
+        kept.save(tmp_path, {"train": SampleSet(iter([Row(input_ids=[1], labels=[1])]))})
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_disk_that_does_not_take_them(tmp_path: Path) -> None:

@@ -6,22 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from layerferry.config import ExportConfig, ModelConfig
 from layerferry.errors import CheckpointError, ConfigError
 from layerferry.interop.export import export
-
-TOKENIZER = Path(__file__).parents[1] / "goldens" / "data" / "tokenizer"
+from tests.saved_llama import save_llama
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("model")
-    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
-    LlamaForCausalLM(config).save_pretrained(path)
-    AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(path)
+    path = save_llama(tmp_path_factory.mktemp("model"), vocab_size=64)
     (path / "training_args.bin").write_bytes(b"not for others")
     return path
 
