@@ -4,9 +4,9 @@ After the backward the clip coefficient is known exactly; each unit's update is 
 number and coefficient of *its* step, and the feed of a unit waits for that unit's update alone. Nothing is stale and
 nothing is rolled back: the result has the same bits as stepping every unit at once. An update in stages (``stages.py``) is
 finished when the next one has begun: the worker has something to do while the device works. ``settle`` finishes what is pending;
-``hold`` lets a reader see one unit as a step has left it, at the price that the unit's next update, and no other unit's, waits
-for the reader. A failure in the worker reaches whoever next needs the unit. Checked by ``tests/engine/test_deferred.py`` against
-the serial order.
+``hold`` lets a reader see one unit as a step has left it, at the price that the unit's next update waits for the reader, and
+with it those behind it in the worker's order; none before it does. A failure in the worker reaches whoever next needs the unit.
+Checked by ``tests/engine/test_deferred.py`` against the serial order.
 """
 
 from __future__ import annotations
