@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from layerferry.backends.base import Backend
-from layerferry.config import Config, Pins
+from layerferry.config import Config
 from layerferry.errors import PlanError
 from layerferry.layout import GRAD, PlaneSpec
 from layerferry.models.skeleton import Skeleton
@@ -39,11 +39,11 @@ Measure = Callable[[Plan, Shape], Working | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """A plan, and why it is not usable (None: it is)."""
+    """A plan, why it is not usable (None: it is), and the question with what was measured meanwhile, which its seconds go by."""
 
     plan: Plan
     shortfall: str | None
-    pins: Pins
+    question: Problem
 
 
 def choose(
@@ -92,12 +92,12 @@ def decide(question: Problem, measure: Measure | None = None) -> Decision:
     if found and not plan.calibrated and question.measured:
         plan = _measured_or(question, plan)
     if found:
-        return Decision(plan=with_notes(question, plan), shortfall=None, pins=question.pins)
+        return Decision(plan=with_notes(question, plan), shortfall=None, question=question)
     if plan.on_device or plan.on_disk:  # not even all places together have room: what is said is what the host lacks
         at_home = plan.on_device if "device_units" in question.pins else ()
         on_disk = plan.on_disk if "disk_units" in question.pins else ()
         plan = question.complete(replace(plan, on_device=at_home, on_disk=on_disk))
-    return Decision(plan=with_notes(question, plan), shortfall=shortfall(question, plan), pins=question.pins)
+    return Decision(plan=with_notes(question, plan), shortfall=shortfall(question, plan), question=question)
 
 
 def _measured_or(question: Problem, plan: Plan) -> Plan:

@@ -39,9 +39,12 @@ _BAR = 24
 class PlanReport:
     """A decision with everything that it was made from."""
 
-    question: Problem
     decision: Decision
     faster: tuple[Advice, ...] = ()
+
+    @property
+    def question(self) -> Problem:
+        return self.decision.question
 
     @property
     def plan(self) -> Plan:
@@ -56,7 +59,7 @@ class PlanReport:
         return self.decision.shortfall or ""
 
     def render(self) -> str:
-        text = render(self.plan, self.question, self.decision.pins)
+        text = render(self.plan, self.question)
         if not self.fits:
             return f"{text}\n\ndoes not fit: {self.decision.shortfall}"
         return "\n\n".join(filter(None, (text, _faster(self.faster))))
@@ -76,7 +79,7 @@ class PlanReport:
                 "flops_per_token": model.flops.per_token(self.plan.row_tokens),
             },
             "plan": self.plan.to_dict(),
-            "pinned": [name for name in Pins.__dataclass_fields__ if name in self.decision.pins],
+            "pinned": [name for name in Pins.__dataclass_fields__ if name in self.question.pins],
             "places": {place: {"needed_bytes": needed, "available_bytes": there} for place, (needed, there) in places.items()},
             "faster": [asdict(advice) for advice in self.faster],
             "machine": machine.to_dict(),
@@ -100,14 +103,18 @@ def plan_for(config: Config) -> PlanReport:
     machine = machine_for(config.engine, backend, config.disk_folder)
     question = problem(Model.of(skeleton), specs, machine, config, config.data.cutoff_len)
     decision = decide(question, calibrate.reader(skeleton, backend))
-    advice = faster(question, decision.plan) if decision.shortfall is None else ()
-    return PlanReport(question=question, decision=decision, faster=advice)
+    advice = faster(decision.question, decision.plan) if decision.shortfall is None else ()
+    return PlanReport(decision=decision, faster=advice)
 
 
-def render(plan: Plan, question: Problem, pins: Pins | None = None) -> str:
+def render(plan: Plan, question: Problem) -> str:
     """The plan as a table: choices, bytes by place, seconds by lane."""
-    pins = pins or question.pins
-    blocks = [_title(plan, question.model), _choices(plan, pins), _bytes(plan, question), _seconds(plan, question.machine)]
+    blocks = [
+        _title(plan, question.model),
+        _choices(plan, question.pins),
+        _bytes(plan, question),
+        _seconds(plan, question.machine),
+    ]
     blocks.append("\n".join(textwrap.fill(f"note: {note}", WIDTH, subsequent_indent="      ") for note in plan.notes))
     return "\n\n".join(block for block in blocks if block)
 

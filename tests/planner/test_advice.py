@@ -52,10 +52,9 @@ def test_what_contradicts_the_pins_or_is_set_already_is_not_advised() -> None:
 
 
 def test_the_report_shows_it() -> None:
-    question = ask(16, **SLOW)
-    decision = decide(question)
-    shown = PlanReport(question=question, decision=decision, faster=faster(question, decision.plan))
+    decision = decide(ask(16, **SLOW))
+    shown = PlanReport(decision=decision, faster=faster(decision.question, decision.plan))
     text = shown.render().split("it would be faster with")[1]
     assert "optim: adamw_8bit " in text and "nothing is clipped" in text and max(map(len, text.splitlines())) <= 100
     assert {one["settings"] for one in shown.to_dict()["faster"]} >= {"optim: adamw_8bit"}
-    assert "faster with" not in PlanReport(question=question, decision=decision).render()
+    assert "faster with" not in PlanReport(decision=decision).render()

@@ -311,8 +311,9 @@ def test_layers_that_take_quite_another_time_than_expected_are_believed(slower: 
         layer_s = tuple((0.9 * slower * up, 1.05 * slower * down) for up, down in timed)
         return replace(estimate(question.model, plan, shape), layer_s=layer_s, measured=True)
 
-    plan = decide(question, measure).plan
-    expected = question.seconds(plan)
+    decision = decide(question, measure)
+    plan, expected = decision.plan, question.seconds(decision.plan)
+    assert plan.seconds == decision.question.seconds(plan), "who asks on compares with the same seconds"
     [(up, down), *_] = pace(question.model, plan, question.shape, question.machine).layers
     seen = (0.9 * up + 1.05 * down) / (up + down) * slower if believed else 1.0
     assert plan.seconds is not None
