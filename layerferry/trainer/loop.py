@@ -112,7 +112,7 @@ class Loop:
     def _steps(self, interrupts: Interrupts) -> bool:
         """Take the steps that are left; False: a step has run out of device memory, and has updated nothing."""
         source = step_batches(self.data.train, self.sampler, self.cursor, self.engine.plan.micro_batch_rows, self.data.pad_id)
-        with Prefetch(source) as batches:
+        with self._prefetched(source) as batches:
             while self.totals.step < self.cadence.total_steps:
                 try:
                     self._one(batches)
@@ -123,6 +123,16 @@ class Loop:
                 if interrupts.received is not None and self.totals.step < self.cadence.total_steps:
                     raise interrupts.error(self._leave())
         return True
+
+    @contextmanager
+    def _prefetched(self, source: Iterator[StepBatch]) -> Iterator[Prefetch[StepBatch]]:
+        """Its thread may stand still while nobody waits for a batch, and then it is the end of the run that waits for it."""
+        batches = Prefetch(source)
+        try:
+            yield batches
+        finally:
+            with self.waiting("data loader"):
+                batches.close()
 
     def _one(self, batches: Prefetch[StepBatch]) -> None:
         """One step, and what is due behind it."""

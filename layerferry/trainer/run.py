@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+import sys
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from layerferry.planner.host import host_limits
 from layerferry.planner.machine import machine_for
 from layerferry.planner.problem import Problem, problem
 from layerferry.planner.report import render
+from layerferry.trainer import watchdog
 from layerferry.trainer.asked import Asked, wants_evaluation
 from layerferry.trainer.card import CARD, model_card
 from layerferry.trainer.checkpoints import Checkpoints, how_to_go_on, save_model, save_tokenizer_beside, side_files
@@ -66,7 +68,7 @@ from layerferry.trainer.state import (
     settings_of,
 )
 from layerferry.trainer.timeline import StepRecorder
-from layerferry.trainer.watchdog import Watchdog
+from layerferry.trainer.watchdog import Lane, Watchdog
 
 logger = logging.getLogger("layerferry.trainer")
 
@@ -102,6 +104,21 @@ def _train(config: Config, trackers: list[str], output: OutputFolder) -> None:
             run(loop)
         except DiskTierError as error:
             raise DiskTierError(f"{error}; {how_to_go_on(output)}; disk_folder names another disk") from error
+        finally:
+            close_watched(stack, loop)
+
+
+def close_watched(stack: ExitStack, loop: Loop) -> None:
+    """End the threads of the run. They may wait for a lane that stands still: it is named, behind what has ended the run."""
+    error, patience_s = sys.exc_info()[1], 60 * loop.config.train.watchdog_minutes
+
+    def on_stall(stalled: list[Lane]) -> None:
+        if error is not None:
+            logger.error("%s", error)
+        watchdog.end_process(stalled, patience_s)
+
+    with Watchdog(loop.lanes(), patience_s, on_stall):
+        stack.close()
 
 
 def _load(asked: Asked, backend: Backend) -> Engine:

@@ -8,8 +8,10 @@ import logging
 import os
 import signal
 import threading
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from layerferry.data import Cursor
 from layerferry.engine.arrivals import taken_already
 from layerferry.engine.engine import EvalReport, StepReport
 from layerferry.errors import DataError, Interrupted, LayerFerryError
-from layerferry.trainer import run, watchdog
+from layerferry.trainer import loop, run, watchdog
 from layerferry.trainer.state import RunState, Totals
 from tests.checkpoint.test_folders import make
 from tests.trainer.fakes import FakeEngine, make_config, make_loop, read_lines
@@ -121,6 +123,44 @@ def test_the_watchdog_sees_evaluation_and_the_last_save(
     monkeypatch.setattr(run, "card_of", lambda loop: "")
     run.run(make_loop(config, Standing(where, let_go), num_eval_rows=2))
     assert stalled == [name]
+
+
+def test_the_watchdog_sees_a_loader_that_the_end_of_the_run_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits_for: list[str | None] = []
+    run_ = make_loop(make_config(tmp_path, max_steps=2, save_strategy="no"), FakeEngine([1.0] * 2))
+
+    class Seen(loop.Prefetch[Any]):
+        def close(self) -> None:
+            waits_for.append(run_.waits_for)
+            super().close()
+
+    monkeypatch.setattr(loop, "Prefetch", Seen)
+    run_.run()
+    assert waits_for == ["data loader"] and run_.waits_for is None
+
+
+def test_the_watchdog_sees_what_is_closed_behind_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stalled: list[str] = []
+    let_go = threading.Event()
+
+    def on_stall(lanes: Any, patience_s: float) -> None:
+        stalled.extend(lane.name for lane in lanes)
+        let_go.set()
+
+    class Stuck(FakeEngine):
+        deferred = SimpleNamespace(num_pending=1, num_done=0)
+
+    monkeypatch.setattr(watchdog, "end_process", on_stall)
+    stack = ExitStack()
+    stack.callback(let_go.wait, 30)
+    with pytest.raises(DataError):
+        try:
+            raise DataError("what has ended the run")
+        finally:
+            run.close_watched(stack, make_loop(make_config(tmp_path, watchdog_minutes=0.1 / 60), Stuck([])))
+    assert stalled == ["optimizer"] and "what has ended the run" in caplog.text
 
 
 @pytest.mark.parametrize("most", [10, 0])
