@@ -216,11 +216,12 @@ def _layer_calls(skeleton: Skeleton) -> list[list[LayerCall]] | None:
 
 
 @contextmanager
-def end_weights(skeleton: Skeleton, buffer: Tensor | None = None) -> Iterator[None]:
-    """Bind the prologue to ``buffer`` (None: zeros, which take no memory on a CPU) and back to ``meta``."""
-    unit = skeleton.prologue_unit
+def end_weights(skeleton: Skeleton) -> Iterator[None]:
+    """Bind the prologue to zeros, which take no memory on a CPU, and back to ``meta``."""
+    unit, device = skeleton.prologue_unit, skeleton.device
     num_bytes = unit.layout.bytes(WEIGHT_PLANE)
-    given = untouched_zeros([num_bytes], torch.uint8).to(skeleton.device) if buffer is None else buffer
+    on_cpu = device.type == "cpu"
+    given = untouched_zeros([num_bytes], torch.uint8) if on_cpu else torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     skeleton.bind(unit, Plane(unit.layout, WEIGHT_PLANE, given))
     try:
         with torch.no_grad():
