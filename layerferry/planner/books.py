@@ -133,9 +133,8 @@ class Books:
         def enough(home: int) -> bool:
             return planes[home] + self._disk.reach(home)[-1] >= needed + self._arrivals_of(choice, home)
 
-        if not self._disk.is_there:
-            return bisect_left(range(most), True, key=enough)
-        return next(filter(enough, range(most)), most)
+        least = 0 if self._disk.is_there else bisect_left(planes, needed)  # of planes alone
+        return next(filter(enough, range(least, most)), most)
 
     # ---------------------------------------------------------------- bytes
 

@@ -173,7 +173,7 @@ def test_who_says_what_is_kept_gets_it_kept_on_the_device() -> None:
 
 
 def test_waves_carry_exactly_where_the_host_has_room() -> None:
-    given = config(rows=128, host_inputs=0)
+    given = config(rows=128, host_inputs=0, **FEW)
     assert decided(given, device_gib=30, host_gib=126).plan.carry_fp32
     tight = decided(given, device_gib=30, host_gib=100).plan
     assert not tight.carry_fp32 and "one rounding a wave" in " ".join(tight.notes)
@@ -225,18 +225,18 @@ def test_packing_and_isolation_reach_the_shape() -> None:
 
 
 def test_a_budget_below_one_slot_is_refused() -> None:
-    shortfall = decided(device_gib=0.2).shortfall
+    shortfall = decided(config(**FEW), device_gib=0.2).shortfall
     assert shortfall is not None and "one layer's slot alone takes 0.43 GiB" in shortfall
 
 
 def test_a_host_that_is_too_small_is_refused_with_the_model_that_fits() -> None:
     there = machine(device_gib=20, host_gib=40, host_source="MemAvailable")
-    shortfall = decide(problem(qwen("qwen2.5-7b"), specs(), there, config(), 1024)).shortfall
+    shortfall = decide(problem(qwen("qwen2.5-7b"), specs(), there, config(**FEW), 1024)).shortfall
     assert shortfall is not None and "GiB short" in shortfall
     assert "a model of" in shortfall and "this one has 7.62B" in shortfall
     assert "host_memory: states another limit than MemAvailable" in shortfall
     there = replace(there, host_source="RLIMIT_AS")
-    shortfall = decide(problem(qwen("qwen2.5-7b"), specs(), there, config(), 1024)).shortfall
+    shortfall = decide(problem(qwen("qwen2.5-7b"), specs(), there, config(**FEW), 1024)).shortfall
     assert shortfall is not None and shortfall.endswith("; `ulimit -v unlimited` lifts RLIMIT_AS")
 
 
@@ -345,7 +345,7 @@ BUDGETS = st.floats(min_value=9.0, max_value=200.0)
 @settings(max_examples=5, deadline=None)
 @given(small=BUDGETS, extra=st.floats(min_value=0.0, max_value=100.0), rows=st.sampled_from([1, 8, 24]))
 def test_more_device_memory_never_gives_a_worse_plan(small: float, extra: float, rows: int) -> None:
-    less, more = (decided(config(rows=rows), device_gib=g) for g in (small, small + extra))
+    less, more = (decided(config(rows=rows, **FEW), device_gib=g) for g in (small, small + extra))
     if less.shortfall is None:
         assert more.shortfall is None
         worst = 1.0 if is_exact(less.plan) else INEXACT
