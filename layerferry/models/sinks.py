@@ -29,8 +29,8 @@ NAMESPACE = "layerferry"
 """Of our operators in torch's registry."""
 FAMILIES = ("gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash")
 """Whose attention is causal, windowed at most, and hands its sinks on as ``s_aux``."""
-_TRIAL_ERROR = 0.02
-"""Largest relative error in the trial: bf16 has 2**-8 a rounding, and few of them."""
+_TRIAL_ERROR = 0.05
+"""Largest relative error in the trial: bf16 has 2**-8 a rounding, and few of them; what is wrong is wrong by far more."""
 
 
 def attend(
@@ -151,12 +151,13 @@ def _sides(window: int) -> dict[str, int]:
 
 
 @cache
-def work_on(device: torch.device) -> bool:
-    """Whether output and gradients by the kernels on ``device`` are those of plain products, windowed and not."""
+def work_on(device: torch.device, width: int) -> bool:
+    """Whether output and gradients by the kernels on ``device`` are those of plain products for heads of ``width``, windowed and
+    not: not every card has every width."""
     if device.type != "cuda":
         return False
     try:
-        worst = max(_error(device, window) for window in (None, 5))
+        worst = max(_error(device, width, window) for window in (None, 5))
     except (RuntimeError, NotImplementedError, TypeError) as error:  # another device, another torch
         log.warning("attention with sinks runs in plain products: torch's kernels failed (%s)", str(error).splitlines()[0])
         return False
@@ -165,7 +166,7 @@ def work_on(device: torch.device) -> bool:
     return worst <= _TRIAL_ERROR
 
 
-def _error(device: torch.device, window: int | None) -> float:
+def _error(device: torch.device, width: int, window: int | None) -> float:
     """Largest relative difference between kernels in bf16 and products in fp32, over output and gradients."""
     generator = torch.Generator(device=device).manual_seed(0)
 
@@ -173,13 +174,13 @@ def _error(device: torch.device, window: int | None) -> float:
         found = torch.randn(shape, device=device, generator=generator)
         return found.to(torch.bfloat16).requires_grad_(True)
 
-    query, key, value, sinks = given = random(40, 4, 64), random(40, 2, 64), random(40, 2, 64), random(4)
-    gradient = torch.randn(40, 4, 64, device=device, generator=generator)
+    query, key, value, sinks = given = random(40, 4, width), random(40, 2, width), random(40, 2, width), random(4)
+    gradient = torch.randn(40, 4, width, device=device, generator=generator)
     starts = torch.tensor([0, 16, 40, 40], dtype=torch.int32, device=device)
-    output = attend(query, key, value, sinks, starts, 24, 0.125, window)
+    output = attend(query, key, value, sinks, starts, 24, width**-0.5, window)
     found = [output, *torch.autograd.grad(output, given, gradient.to(output.dtype))]
     query, key, value, sinks = exact = tuple(one.detach().float().requires_grad_(True) for one in given)
-    expected = in_products(query, key, value, sinks, starts, 0.125, window)
+    expected = in_products(query, key, value, sinks, starts, width**-0.5, window)
     reference = [expected.detach(), *torch.autograd.grad(expected, exact, gradient)]
     return max(float((a.detach().float() - b).norm() / b.norm()) for a, b in zip(found, reference, strict=True))
 

@@ -101,7 +101,7 @@ def _widest_head(model: PreTrainedModel) -> int:
 
 def _may_have_sinks(model: PreTrainedModel, device: torch.device) -> bool:
     half = model.dtype in (torch.bfloat16, torch.float16)
-    return half and model.config.model_type in sinks.FAMILIES and sinks.work_on(device)
+    return half and model.config.model_type in sinks.FAMILIES and sinks.work_on(device, _widest_head(model))
 
 
 def _drops_attention(text: Any) -> bool:

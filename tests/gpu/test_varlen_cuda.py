@@ -40,8 +40,9 @@ def test_boundaries_and_mask_agree(compiled: bool) -> None:
         assert relative(found[1][1][name], expected) < 3e-2, name  # bf16 attention by two kernels: 2**-8 a rounding, few of them
 
 
-def test_the_kernels_are_right_with_sinks() -> None:
-    assert sinks.work_on(torch.device("cuda", torch.cuda.current_device()))
+@pytest.mark.parametrize("width", [8, 64, 128, 192, 256])
+def test_the_kernels_are_right_with_sinks(width: int) -> None:
+    assert sinks.work_on(torch.device("cuda", torch.cuda.current_device()), width)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

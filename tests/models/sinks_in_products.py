@@ -60,4 +60,4 @@ def plain_backward(
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sinks, "kernel", plain_kernel)
     monkeypatch.setattr(sinks, "kernel_backward", plain_backward)
-    monkeypatch.setattr(sinks, "work_on", lambda device: True)
+    monkeypatch.setattr(sinks, "work_on", lambda device, width: True)

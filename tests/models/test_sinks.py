@@ -142,15 +142,15 @@ def test_what_the_kernels_gave_answers_a_second_forward(plain: None, monkeypatch
 
 
 def test_without_kernels_or_in_fp32_the_family_keeps_its_own_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not sinks.work_on(CPU)
+    assert not sinks.work_on(CPU, 64)
     assert not varlen.use_where_possible(model_of("gpt_oss", torch.bfloat16), CPU)
-    monkeypatch.setattr(sinks, "work_on", lambda device: True)
+    monkeypatch.setattr(sinks, "work_on", lambda device, width: True)
     assert not varlen.use_where_possible(model_of("gpt_oss", torch.float32), CPU)
     monkeypatch.setattr(sinks, "FAMILIES", ())
     assert not varlen.use_where_possible(model_of("gpt_oss", torch.bfloat16), CPU)
 
 
 def test_the_trial_tells_right_from_wrong(plain: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert max(sinks._error(CPU, window) for window in (None, 5)) < sinks._TRIAL_ERROR
+    assert max(sinks._error(CPU, 8, window) for window in (None, 5)) < sinks._TRIAL_ERROR
     monkeypatch.setattr(sinks, "kernel", lambda *given: plain_kernel(*given[:-1], 4))
-    assert sinks._error(CPU, None) > 5 * sinks._TRIAL_ERROR
+    assert sinks._error(CPU, 8, None) > 5 * sinks._TRIAL_ERROR
