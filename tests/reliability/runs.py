@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from layerferry.checkpoint.files import Files
 from layerferry.checkpoint.manifest import MANIFEST
+from layerferry.checkpoint.save import Saver
 from layerferry.config import Config, DataConfig, EngineConfig, ModelConfig, OptimConfig, TrainConfig
 
 TOKENIZER = Path(__file__).parents[1] / "goldens" / "data" / "tokenizer"
@@ -98,6 +100,15 @@ def prepare(base: Path) -> Path:
     make_model(base / "model")
     make_rows(base / "rows.jsonl")
     return base
+
+
+def saver_on(files: Files) -> Callable[..., Saver]:
+    """What stands for ``Saver`` in the trainer, which names files of its own: checkpoints go through ``files`` instead."""
+
+    def build(*arguments: Any, **settings: Any) -> Saver:
+        return Saver(*arguments, **{**settings, "files": files})
+
+    return build
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -7,17 +7,15 @@ import gc
 import json
 import os
 import threading
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from layerferry.checkpoint.save import Saver
 from layerferry.trainer import loop, run, train
 from layerferry.trainer.state import RunState
 from tests.checkpoint.faults import QuickFiles
-from tests.reliability.runs import make_config, prepare
+from tests.reliability.runs import make_config, prepare, saver_on
 
 
 def resident_bytes() -> int:
@@ -40,7 +38,7 @@ def soak(base: Path, monkeypatch: pytest.MonkeyPatch, *, steps: int, saves: int)
         return real(self)
 
     monkeypatch.setattr(loop.Loop, "state", state)
-    monkeypatch.setattr(run, "Saver", partial(Saver, files=QuickFiles()))
+    monkeypatch.setattr(run, "Saver", saver_on(QuickFiles()))
     settings: dict[str, Any] = {
         "max_steps": steps,
         "save_steps": steps // saves,
