@@ -214,7 +214,7 @@ def test_a_life_with_a_kill_and_a_broken_disk(base: Path) -> None:
     Life.base, Life.whole = base, base / "whole"
     counts.clear()
     life = Life()
-    life.kill("disk", 70, "torn", 1)
+    life.kill("disk", 110, "torn", 1)
     life.whole_checkpoints_are_right()
     life.break_the_disk(40, errno.ENOSPC, True, 1)
     life.kill("threads", 50, "cut", 2)
