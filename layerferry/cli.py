@@ -85,6 +85,8 @@ def _fill_closed_streams() -> None:
 def _system_said_no(error: Exception) -> int:
     """The exit code for a file, disk or limit that nothing closer by has spoken of; what is a fault of ours is raised again."""
     told, code = address_space_told(error), PlanError.exit_code
+    if told is None and isinstance(error, MemoryError):
+        told = "the system has given this process no more memory: `layerferry plan` says what a run takes, host_memory bounds it"
     if told is None:
         if not isinstance(error, OSError):
             raise error

@@ -134,6 +134,9 @@ def test_a_limit_that_is_reached_later_is_named_too(
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     if isinstance(error, OSError):
         assert cli.main(["train", *RUN]) == 1
+    elif isinstance(error, MemoryError):
+        assert cli.main(["train", *RUN]) == 3
+        assert "error: the system has given this process no more memory: `layerferry plan`" in capsys.readouterr().err
     else:
         with pytest.raises(type(error)):
             cli.main(["train", *RUN])
