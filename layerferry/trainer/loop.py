@@ -85,6 +85,8 @@ class Loop:
         self._first_step = self.totals.step
         self.history.step, self.history.epoch = self.totals.step, self.sampler.epochs_done(self.cursor)
         self._num_evaluated = 0
+        self.interrupts = Interrupts()
+        """Of the steps: a signal in the last one ends the run when the model is saved."""
 
     @property
     def steps_taken(self) -> int:
@@ -98,6 +100,7 @@ class Loop:
             begun = counter(self.totals.step, self.cadence.total_steps)
             self.progress.activity(f"{begun}  the first step compiles and touches everything ...")
         with Interrupts() as interrupts:
+            self.interrupts = interrupts
             try:
                 while not self._steps(interrupts):
                     assert self.retreat is not None

@@ -268,6 +268,10 @@ def run(loop: Loop) -> None:
             with records.writing("train_results.json"):
                 history.write_results("train", metrics)
             write_records(loop, records)  # an evaluation may be long, and is no reason to lose them
+            if loop.interrupts.received is not None:
+                left_out = "; the last evaluation was left out" if wants_evaluation(config) else ", and nothing is left to do"
+                records.close(f"the model is in {folder}")
+                raise loop.interrupts.error(f"that was the last step: the model is in {folder}{left_out}")
         if wants_evaluation(config):
             with Interrupts("finishing the evaluation") as interrupts:
                 metrics = loop.evaluate(epoch)

@@ -215,6 +215,25 @@ def test_a_signal_while_the_model_is_saved_does_not_cost_it(tmp_path: Path) -> N
     assert caught.value.exit_code == 143 and (tmp_path / "model.safetensors").read_bytes() == b"weights"
 
 
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_a_signal_in_the_last_step_ends_the_run_with_the_model_and_its_records(tmp_path: Path, *, evaluates: bool) -> None:
+    class Signalled(FakeEngine):
+        def step(self, micro_batches: Any, objective: Any = None, *, lr: float) -> StepReport:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return super().step(micro_batches, objective, lr=lr)
+
+        def evaluate(self, micro_batches: Any, objective: Any = None) -> EvalReport:
+            pytest.fail("an evaluation was begun")
+
+    config = make_config(tmp_path, max_steps=1, save_strategy="no", do_eval=evaluates)
+    rest = "; the last evaluation was left out" if evaluates else ", and nothing is left to do"
+    with pytest.raises(Interrupted, match=f"SIGTERM: that was the last step: the model is in {tmp_path}{rest}$") as caught:
+        run.run(make_loop(config, Signalled([1.0]), num_eval_rows=2))
+    assert caught.value.exit_code == 143
+    for name in ("model.safetensors", "train_results.json", "trainer_state.json", "README.md"):
+        assert (tmp_path / name).exists(), name
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_signal_in_the_last_evaluation_lets_it_end(tmp_path: Path, number: int, code: int, *, trains: bool) -> None:
