@@ -119,10 +119,10 @@ class Saver:
         needed = self.num_bytes + more_bytes
         free = self._files.free_bytes(self._output_dir)
         if free < needed:
-            remedies = ["free space", "use another output_dir", *([] if self._model_only else ["set save_only_model: true"])]
+            less = "" if self._model_only else ", or set save_only_model: true"
             raise CheckpointError(
                 f"{self._output_dir}: a checkpoint needs {size_text(needed)}, {size_text(free)} are free: "
-                f"{size_text(needed - free)} short; {', or '.join(remedies)}"
+                f"{size_text(needed - free)} short. Free space, use another output_dir{less}"
             )
 
     def check_model_space(self) -> None:

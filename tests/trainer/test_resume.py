@@ -280,7 +280,7 @@ def test_a_resumed_run_in_another_folder(base: Path, output: Path, tmp_path: Pat
 def test_no_room_is_found_before_the_first_step(begins: Begins, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("layerferry.checkpoint.files.Files.free_bytes", lambda self, path: 1000)
     monkeypatch.setattr("layerferry.engine.engine.Engine.step", lambda *a, **k: pytest.fail("a step was taken"))
-    short = r"a checkpoint needs .* are free: .* short; free space, or use another output_dir"
+    short = r"a checkpoint needs .* are free: .* short. Free space, use another output_dir"
     with pytest.raises(CheckpointError, match=short + ", or set save_only_model: true$"):
         begins(overwrite_output_dir=True)
     with pytest.raises(CheckpointError, match=short + "$"):
