@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "layerferry_transposed"
-NAMESPACE = "layerferry"
-"""Of our operators in torch's registry."""
 
 
 def use_where_needed(model: PreTrainedModel) -> bool:
@@ -72,12 +70,12 @@ def grouped(values: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return product
 
 
-@torch.library.custom_op(f"{NAMESPACE}::grouped", mutates_args=())
+@library.custom_op("layerferry::grouped", mutates_args=())
 def _grouped(values: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return F.grouped_mm(values.contiguous(), weight, offs=ends)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::grouped_backward", mutates_args=())
+@library.custom_op("layerferry::grouped_backward", mutates_args=())
 def _grouped_backward(gradient: Tensor, values: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     gradient, values = gradient.contiguous(), values.contiguous()
     by_values = F.grouped_mm(gradient, weight.transpose(-2, -1), offs=ends)

@@ -21,12 +21,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 log = logging.getLogger(__name__)
 
-NAMESPACE = "layerferry"
-"""Of our operators in torch's registry."""
 FAMILIES = ("gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash")
 """Whose attention is causal, windowed at most, and hands its sinks on as ``s_aux``."""
 _TRIAL_ERROR = 0.05
@@ -42,7 +40,7 @@ def attend(
     return output
 
 
-@torch.library.custom_op(f"{NAMESPACE}::with_sinks", mutates_args=())
+@library.custom_op("layerferry::with_sinks", mutates_args=())
 def _with_sinks(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, starts: Tensor, longest: int, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
@@ -53,7 +51,7 @@ def _with_sinks(
     return (alone.float() * share).to(alone.dtype).contiguous(), both.contiguous()
 
 
-@torch.library.custom_op(f"{NAMESPACE}::with_sinks_backward", mutates_args=())
+@library.custom_op("layerferry::with_sinks_backward", mutates_args=())
 def _with_sinks_backward(
     gradient: Tensor,
     query: Tensor,
@@ -74,25 +72,13 @@ def _with_sinks_backward(
 
 
 @_with_sinks.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, starts: Tensor, longest: int, scale: float, window: int
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return query.new_empty(query.shape), query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
 
 
 @_with_sinks_backward.register_fake
 def _(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    both: Tensor,
-    sinks: Tensor,
-    starts: Tensor,
-    longest: int,
-    scale: float,
-    window: int,
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, both: Tensor, sinks: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     by_query, by_key, by_value = (t.new_empty(t.shape) for t in (query, key, value))
     return by_query, by_key, by_value, torch.empty_like(sinks)

@@ -113,11 +113,10 @@ class Problem:
     def _corrected(self, plan: Plan) -> Working:
         """The estimate; where the same budget was measured for other rows, chunks or parts, times what that estimate was off."""
         guess = estimate(self.model, plan, self.shape)
-        for (budget, rows, chunk, compiled, parts, inner), measured in self.measured.items():
+        for key, measured in self.measured.items():
+            budget, _, _, compiled, _, inner = key
             if (budget, compiled, inner) == (plan.activation_budget, plan.compile, plan.mlp_chunk_tokens):
-                then = replace(plan, micro_batch_rows=rows, chunk_tokens=chunk, end_parts=parts)
-                other = estimate(self.model, then, self.shape)
-                return guess.times(measured, other)
+                return guess.times(measured, estimate(self.model, self._level(key), self.shape))
         return guess
 
 

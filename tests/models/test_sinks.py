@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 
 from layerferry.models import sinks, varlen
 from layerferry.models.attention_outputs import AttentionOutputs
@@ -45,7 +45,7 @@ def test_the_operator_is_what_torch_expects_of_one(plain: None) -> None:
     query, key, value, sink = random((12, 4, 8), (12, 2, 8), (12, 2, 8), (4,))
     starts = torch.tensor([0, 5, 12], dtype=torch.int32)
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(sinks._with_sinks, (query, key, value, sink, starts, 7, 0.3, 0), test_utils=tests)
+    library.opcheck(sinks._with_sinks, (query, key, value, sink, starts, 7, 0.3, 0), test_utils=tests)
 
 
 TINY = {

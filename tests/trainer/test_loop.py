@@ -107,22 +107,28 @@ class Standing(FakeEngine):
         super().save_pretrained(folder, tokenizer=tokenizer)
 
 
+class Stalls:
+    """Hears the watchdog in the process's stead, and lets go what stands still."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names: list[str] = []
+        self.let_go = threading.Event()
+        monkeypatch.setattr(watchdog, "end_process", self._hear)
+
+    def _hear(self, lanes: Any, patience_s: float) -> None:
+        self.names.extend(lane.name for lane in lanes)
+        self.let_go.set()
+
+
 @pytest.mark.parametrize(("where", "name"), [("evaluate", "device"), ("save", "model writer")])
 def test_the_watchdog_sees_evaluation_and_the_last_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, name: str
 ) -> None:
-    stalled: list[str] = []
-    let_go = threading.Event()
-
-    def on_stall(lanes: Any, patience_s: float) -> None:
-        stalled.extend(lane.name for lane in lanes)
-        let_go.set()
-
-    monkeypatch.setattr(watchdog, "end_process", on_stall)
+    stalls = Stalls(monkeypatch)
     config = make_config(tmp_path, max_steps=3, do_eval=True, save_strategy="no", watchdog_minutes=0.3 / 60)
     monkeypatch.setattr(run, "card_of", lambda loop: "")
-    run.run(make_loop(config, Standing(where, let_go), num_eval_rows=2))
-    assert stalled == [name]
+    run.run(make_loop(config, Standing(where, stalls.let_go), num_eval_rows=2))
+    assert stalls.names == [name]
 
 
 def test_the_watchdog_sees_a_loader_that_the_end_of_the_run_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,25 +148,17 @@ def test_the_watchdog_sees_a_loader_that_the_end_of_the_run_waits_for(tmp_path: 
 def test_the_watchdog_sees_what_is_closed_behind_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stalled: list[str] = []
-    let_go = threading.Event()
-
-    def on_stall(lanes: Any, patience_s: float) -> None:
-        stalled.extend(lane.name for lane in lanes)
-        let_go.set()
-
     class Stuck(FakeEngine):
         deferred = SimpleNamespace(num_pending=1, num_done=0)
 
-    monkeypatch.setattr(watchdog, "end_process", on_stall)
-    stack = ExitStack()
-    stack.callback(let_go.wait, 30)
+    stalls, stack = Stalls(monkeypatch), ExitStack()
+    stack.callback(stalls.let_go.wait, 30)
     with pytest.raises(DataError):
         try:
             raise DataError("what has ended the run")
         finally:
             run.close_watched(stack, make_loop(make_config(tmp_path, watchdog_minutes=0.1 / 60), Stuck([])))
-    assert stalled == ["optimizer"] and "what has ended the run" in caplog.text
+    assert stalls.names == ["optimizer"] and "what has ended the run" in caplog.text
 
 
 @pytest.mark.parametrize("most", [10, 0])
