@@ -354,8 +354,8 @@ def test_a_killed_run_that_is_out_of_time_goes_on(tmp_path: Path) -> None:
 def test_who_is_told_to_end_writes_the_row_of_the_steps_so_far(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, begun = program("step"), []
-    batches_for = step.batches_for
+    counted, begun = program("counted"), []
+    batches_for = counted.batches_for
 
     def third_time_lucky(*arguments: Any) -> Any:
         begun.append(1)
@@ -363,7 +363,7 @@ def test_who_is_told_to_end_writes_the_row_of_the_steps_so_far(
             signal.raise_signal(signal.SIGTERM)
         return batches_for(*arguments)
 
-    monkeypatch.setattr(step, "batches_for", third_time_lucky)
+    monkeypatch.setattr(counted, "batches_for", third_time_lucky)
     before = signal.getsignal(signal.SIGTERM)
     (row,) = rows_of("step", ["--device", "cpu", *STEP, "--steps", "9", "--variants", "budget=0.0"], capsys)
     assert len(row["step_s_all"]) == 2, "one to warm up, one before, one meanwhile; no other plan"
