@@ -29,11 +29,12 @@ from shapes import config_of
 
 import layerferry
 from layerferry.backends import make
+from layerferry.backends.cuda import CudaBackend
 from layerferry.config import Config, DataConfig, EngineConfig, ModelConfig, OptimConfig, TrainConfig
 from layerferry.engine.batch import MicroBatch
 from layerferry.engine.engine import Engine
 from layerferry.plan import FREE_BUDGET, GIB, Plan
-from layerferry.planner import calibrate
+from layerferry.planner import calibrate, choose_for
 from layerferry.planner.disk_rates import disk_rates
 from layerferry.planner.facts import Model
 from layerferry.planner.flops import flops_per_token
@@ -222,6 +223,7 @@ def measure(engine: Engine, args: argparse.Namespace, resident: int, told: Event
 
 def own_fields(engine: Engine, args: argparse.Namespace, plan: Plan, steps: Steps, found: Counted) -> dict[str, Any]:
     """What other benchmarks' rows do not have."""
+    backend = engine.backend
     return {
         "planned_bytes_per_param": round(engine.store.num_bytes / engine.num_params, 3),
         "optimizer_busy_s": round(statistics.median(found.busy), 3),
@@ -230,6 +232,7 @@ def own_fields(engine: Engine, args: argparse.Namespace, plan: Plan, steps: Step
         "vocab_size": engine.skeleton.vocab_size,
         "settled": bool(args.settle),
         "kept_inputs_gib": round(engine.kept.host_bytes / GIB, 3),
+        **({"device_reserved_gib": round(backend.reserved_bytes() / GIB, 3)} if isinstance(backend, CudaBackend) else {}),
         **(split(engine, steps) if args.row_tokens >= args.split_from else {}),
         "sample_tokens": args.sample_tokens or None,
         "optim": args.optim,
@@ -270,10 +273,18 @@ def split(engine: Engine, steps: Steps) -> dict[str, Any]:
     return {"attention_s": round(attention, 3), "rest_s": round(statistics.median(steps.seconds) - attention, 3)}
 
 
-def same_store(one: argparse.Namespace, other: argparse.Namespace) -> bool:
-    """Whether the store of ``one`` serves ``other``: the same shape, units at home alike, and no planner to choose those."""
-    names = ("model", "layers", "width", "vocab", "home", "disk_units", "device", "auto", "optim", "master_weights")
-    return not one.auto and all(getattr(one, name) == getattr(other, name) for name in names)
+def plan_over(engine: Engine, one: argparse.Namespace, other: argparse.Namespace) -> Plan | None:
+    """The plan of ``other`` where the store of ``one`` serves it: the same shape and format, planes in the same places. A
+    planner that may choose those sees the store's bytes as taken, unless ``--host-memory`` says what there is."""
+    names = ("model", "layers", "width", "vocab", "device", "optim", "master_weights", "on_arrival")
+    if any(getattr(one, name) != getattr(other, name) for name in names):
+        return None
+    plan = plan_of(other, engine.backend.name == "cuda")
+    if other.auto:
+        config = config_for(other, other.model)
+        plan = choose_for(engine.skeleton, engine.optimizer, config, engine.backend, row_tokens=other.row_tokens)
+    places = ("on_device", "on_disk", "carry_fp32")
+    return plan if all(getattr(plan, name) == getattr(engine.plan, name) for name in places) else None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -291,17 +302,7 @@ def measure_all(args: argparse.Namespace, told: Event) -> None:
     engine: Engine | None = None
     previous, resident = args, 0
     for number, variant in enumerate(variants(args)):
-        if engine is not None:
-            engine.settle()
-            engine.close()
-        if engine is not None and same_store(previous, variant):
-            parts = (engine.skeleton, engine.store, engine.optimizer, engine.backend)
-            engine = None
-            gc.collect()
-            parts[-1].drop_workspaces()  # cached blocks of another plan's sizes would be in the way
-            engine = Engine(*parts, plan_of(variant, parts[-1].name == "cuda"))
-            del parts
-        else:
+        if engine is None or not replanned(engine, previous, variant):
             engine = None
             gc.collect()
             engine, resident = build(variant)
@@ -315,6 +316,19 @@ def measure_all(args: argparse.Namespace, told: Event) -> None:
             profile(engine, batches_for(engine, variant), args.profile)
     if engine is not None:
         engine.close()
+
+
+def replanned(engine: Engine, previous: argparse.Namespace, variant: argparse.Namespace) -> bool:
+    """Whether ``engine`` goes on as that of ``variant``, over its store; else it is closed."""
+    engine.settle()
+    engine.backend.limit_memory(None)
+    plan = plan_over(engine, previous, variant)
+    if plan is None:
+        engine.close()
+        return False
+    engine.replan(plan)
+    engine.backend.limit_memory(int(variant.device_memory * GIB) or None)
+    return True
 
 
 def timeline(engine: Engine, args: argparse.Namespace, folder: Path) -> None:

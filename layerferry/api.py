@@ -78,6 +78,7 @@ def load(
         name = str(model) if live is None else type(live).__name__
         config = Config(model=ModelConfig(model_name_or_path=name), engine=EngineConfig(**engine_options))
     backend = backend or make(config.engine.device)
+    backend.limit_memory(None)  # what is measured for a plan may be more than fits
     optimizer = optimizer or optimizer_for(config.optim, seed=config.train.seed)
     built, source, folder = _build(config, live, num_tokens)
     if weights is not None:
@@ -92,6 +93,7 @@ def load(
         from layerferry.planner import choose_for
 
         plan = choose_for(skeleton, optimizer, config, backend, row_tokens=row_tokens)
+    backend.limit_memory(config.engine.device_memory)
     grad = FP32_PLANE if plan.carry_fp32 else GRAD_PLANE
     store = Store(
         skeleton.units,

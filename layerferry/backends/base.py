@@ -116,6 +116,11 @@ class Backend(Protocol):
         """Bytes allocated @device now; 0 where that is not known."""
         ...
 
+    def limit_memory(self, num_bytes: int | None) -> None:
+        """From here on allocations that would take more than ``num_bytes`` from the device (None: than it has) fail with
+        ``torch.OutOfMemoryError``, what the allocator keeps unused included; nothing where bytes are not counted."""
+        ...
+
     def drop_workspaces(self) -> None:
         """Free what libraries hold @device beside tensors, so that the next use shows its size."""
         ...

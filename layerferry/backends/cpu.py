@@ -88,5 +88,8 @@ class CpuBackend:
     def allocated_bytes(self) -> int:
         return 0
 
+    def limit_memory(self, num_bytes: int | None) -> None:
+        return None
+
     def drop_workspaces(self) -> None:
         return None

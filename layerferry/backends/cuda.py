@@ -189,6 +189,14 @@ class CudaBackend:
     def allocated_bytes(self) -> int:
         return int(torch.cuda.memory_allocated(self.device))
 
+    def limit_memory(self, num_bytes: int | None) -> None:
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(1.0 if num_bytes is None else min(num_bytes / total, 1.0), self.device)
+
+    def reserved_bytes(self) -> int:
+        """Most bytes that the allocator has taken from the device since the last ``reset_peak``: the peak, and holes."""
+        return int(torch.cuda.max_memory_reserved(self.device))
+
     def drop_workspaces(self) -> None:
         """Free the matrix libraries' workspaces and cached blocks, as in a new process."""
         self.synchronize()

@@ -100,3 +100,20 @@ def test_copies_wait_for_fences() -> None:
         backend.copy(Lane.DOWNLOAD, back, device)
         backend.record(Lane.DOWNLOAD).synchronize()
         assert int(back.min()) == int(back.max()) == value + 1
+
+
+def test_a_limit_holds_for_all_that_the_allocator_takes() -> None:
+    backend = CudaBackend()
+    gc.collect()
+    backend.drop_workspaces()
+    taken = torch.cuda.memory_reserved(backend.device)
+    backend.limit_memory(taken + (1 << 28))
+    try:
+        first = backend.device_buffer(1 << 27)
+        with pytest.raises(torch.OutOfMemoryError):
+            backend.device_buffer(1 << 28)
+        assert torch.cuda.memory_reserved(backend.device) <= taken + (1 << 28)
+        del first
+    finally:
+        backend.limit_memory(None)
+    assert backend.device_buffer(1 << 28).numel() == 1 << 28
