@@ -147,7 +147,7 @@ def plain(name: str, model: Any, steps: list[list[MicroBatch]], backend: Backend
             ids = batch.input_ids.to(backend.device)
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1).float()
             loss = nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum") / denominator
-            loss.backward()
+            torch.autograd.backward(loss)
             total += loss.item()
         for parameter, master in masters.items():
             if master is not parameter:

@@ -89,7 +89,7 @@ def train_one(args: argparse.Namespace, name: str, *, saves: bool) -> None:
     from layerferry import api
     from layerferry.config import Config, DataConfig, EngineConfig, ModelConfig, OptimConfig, TrainConfig
     from layerferry.plan import Plan
-    from layerferry.trainer import run, train
+    from layerferry.trainer import train
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     plan = Plan(
@@ -101,8 +101,7 @@ def train_one(args: argparse.Namespace, name: str, *, saves: bool) -> None:
         row_tokens=args.row_tokens,
         rows_per_step=args.rows,
     )
-    api.load = partial(api.load, plan=plan)  # type: ignore[assignment]
-    run.render = lambda plan, question: "the plan is fixed"  # type: ignore[assignment]
+    api.load = partial(api.load, plan=plan)
     train(
         Config(
             model=ModelConfig(model_name_or_path=str(args.work / "model"), train_from_scratch=True),

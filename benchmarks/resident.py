@@ -27,8 +27,9 @@ from layerferry.engine.batch import MicroBatch
 from layerferry.engine.compiled import budget_backend
 from layerferry.layout import Entry
 from layerferry.models.build import build_on_meta, owner_types
+from layerferry.models.linear_head import Shape
 from layerferry.models.skeleton import Skeleton
-from layerferry.objectives.fused_linear import FusedLinear, Shape
+from layerferry.objectives.fused_linear import FusedLinear
 from layerferry.objectives.head import Targets
 from layerferry.optim.decay import decays
 from layerferry.plan import GIB
@@ -71,8 +72,8 @@ class Resident:
         self._model, self._backend, self._chunk_tokens = model, backend, chunk_tokens
         named = dict(model.named_parameters())
         owners = owner_types(model)
-        self.parameters = list(named.values())
-        self.masters = [nn.Parameter(parameter.detach().float()) for parameter in self.parameters]
+        self.parameters: list[Tensor] = list(named.values())
+        self.masters = [nn.Parameter(parameter.detach().float()) for parameter in named.values()]
         self._master_of = {id(p): master for p, master in zip(self.parameters, self.masters, strict=True)}
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in named.items():
@@ -113,7 +114,7 @@ class Resident:
                 group["lr"] = lr
             self.optimizer.step()
             with torch.no_grad():
-                torch._foreach_copy_(self.parameters, self.masters)
+                torch._foreach_copy_(self.parameters, [*self.masters])
             self.optimizer.zero_grad(set_to_none=True)
         loss_value, norm_value = torch.stack([torch.stack(shares).sum(), norm]).tolist()
         return loss_value, norm_value

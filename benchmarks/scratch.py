@@ -17,6 +17,7 @@ from layerferry.engine.feed import Slot
 from layerferry.layout import FP32_PLANE, WEIGHT_PLANE, Plane
 from layerferry.models.build import build_on_meta
 from layerferry.models.embedding import EmbeddingTap
+from layerferry.models.experts import use_where_needed
 from layerferry.models.inputs import Inputs
 from layerferry.models.skeleton import Skeleton
 from layerferry.models.stack import LayerCall
@@ -26,10 +27,11 @@ from layerferry.units import Unit
 
 
 def skeleton_of(model: str, backend: Backend, *, layers: int = 1) -> Skeleton:
-    """The skeleton that the engine would make, with its attention."""
+    """The skeleton that the engine would make, with its attention and experts."""
     built = build_on_meta(config_of(model, layers=layers), dtype=torch.bfloat16)
     if backend.name == "cuda":
-        use_where_possible(built)
+        use_where_needed(built)
+        use_where_possible(built, backend.device)
     return Skeleton(built, decays=decays, device=backend.device)
 
 

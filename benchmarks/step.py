@@ -333,7 +333,7 @@ def replanned(engine: Engine, previous: argparse.Namespace, variant: argparse.Na
 
 def timeline(engine: Engine, args: argparse.Namespace, folder: Path) -> None:
     """Two steps, the second recorded, so that it shows the first one's updates in its forward."""
-    from layerferry.trainer.timeline import draw, write_trace
+    from layerferry.trainer.timeline import picture, trace
 
     batches = batches_for(engine, args)
     engine.step(batches, lr=1e-5)
@@ -341,19 +341,22 @@ def timeline(engine: Engine, args: argparse.Namespace, folder: Path) -> None:
     report = engine.step(batches, lr=1e-5)
     spans = engine.clock.stop_recording()
     folder.mkdir(parents=True, exist_ok=True)
-    write_trace(spans, folder / "timeline.json")
-    draw(spans, folder / "timeline.png", title=f"{args.model}: one step of {report.num_tokens} tokens, {report.seconds:.2f} s")
+    title = f"{args.model}: one step of {report.num_tokens} tokens, {report.seconds:.2f} s"
+    (folder / "timeline.json").write_bytes(trace(spans))
+    (folder / "timeline.png").write_bytes(picture(spans, title=title))
 
 
 def profile(engine: Engine, batches: list[MicroBatch], path: str) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
-    with record(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    on_cuda = isinstance(engine.backend, CudaBackend)
+    with record(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]) as profiler:
         engine.step(batches, lr=1e-5)
         engine.settle()
         engine.backend.synchronize()
-    Path(path).write_text(profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=90))
+    longest = "self_cuda_time_total" if on_cuda else "self_cpu_time_total"
+    Path(path).write_text(profiler.key_averages().table(sort_by=longest, row_limit=45, max_name_column_width=90))
 
 
 if __name__ == "__main__":

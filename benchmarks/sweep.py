@@ -39,7 +39,7 @@ def length(args: argparse.Namespace) -> list[Variant]:
 
 
 def depth(args: argparse.Namespace) -> list[Variant]:
-    return [{"layers": int(at), "case": f"{int(at)}"} | _rows(args) for at in args.at or DEPTHS]
+    return [{**_rows(args), "layers": int(at), "case": f"{int(at)}"} for at in args.at or DEPTHS]
 
 
 def width(args: argparse.Namespace) -> list[Variant]:

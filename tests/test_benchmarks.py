@@ -144,6 +144,15 @@ def test_rows_with_state_on_the_disk_say_what_it_moved(auto: int, tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
+def test_a_step_is_drawn_and_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    timeline, profile = tmp_path / "lanes", tmp_path / "profile.txt"
+    rows_of("step", [*STEP, "--device", "cpu", "--timeline", str(timeline), "--profile", str(profile)], capsys)
+    events = json.loads((timeline / "timeline.json").read_text())["traceEvents"]
+    assert {"compute", "upload"} <= {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert (timeline / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert "aten::mm" in profile.read_text()
+
+
 def test_a_run_that_broke_off_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "head.jsonl"
     argv = ["--row-tokens", "16", "--repeats", "1", "--device", "cpu", "--out", str(out), "--resume"]

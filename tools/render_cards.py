@@ -148,7 +148,7 @@ def machine_of(card: Card, host: Host) -> Machine:
                 ("upload_together_bytes_per_s", "download_together_bytes_per_s"), Rate(card.link * REACHED["together"], source)
             ),
         }
-    at_host = {
+    at_host: dict[str, Any] = {
         "dram_bytes_per_s": Rate(host.dram, "assumed"),
         "optimizer_s_per_param": Rate(OPTIMIZER_BYTES_PER_PARAM / (0.6 * host.dram), "assumed"),
         "coded_optimizer_s_per_param": Rate(CODED_OPTIMIZER_BYTES_PER_PARAM / (0.6 * host.dram), "assumed"),
@@ -164,7 +164,7 @@ def machine_of(card: Card, host: Host) -> Machine:
         host_source="host_memory",
         locked_limit=None,
         cores=host.cores,
-        **(rates | at_host),
+        **{**rates, **at_host},
     )
 
 
