@@ -36,7 +36,8 @@ run 3b-disk 4 step step --case 3b-disk --model qwen2.5-3b $rows --auto 1 --disk-
 run 3b-disk-all 8 step step --case 3b-disk-all --model qwen2.5-3b $rows --auto 1 --disk-units 99 --disk-folder . --steps 3
 run 3b-free 5 step step --case 3b-free --model qwen2.5-3b $rows --auto 1
 run 7b-free 7 step step --case 7b-free --model qwen2.5-7b $rows --auto 1
-run 7b-stream 11 step step --case 7b-stream-44 $stream --budget 0.0 --variants "case=7b-stream-90,richer_layers=4;case=7b-full-rows;case=7b-packed-250,sample_tokens=250"
+run 7b-stream 11 step step --case 7b-stream-44 $stream --budget 0.0 --variants "case=7b-stream-90,micro_batch_rows=64,richer_layers=7,richer_budget=0.3;case=7b-full-rows;case=7b-packed-250,sample_tokens=250"
+run 7b-adam8 6 step step --case 7b-adam8 $stream --budget 0.0 --optim adamw_8bit
 run 7b-16k 5 step step --case 7b-16k --model qwen2.5-7b --rows 16 --row-tokens 1024 --auto 1
 run 7b-muon 7 step step --case 7b-muon $stream --budget 0.0 --optim muon
 run 14b-adam8 9 step step --case 14b-adam8 --model qwen2.5-14b $rows --micro-batch-rows 32 --waves 2 --budget 0.1 --optim adamw_8bit --steps 3
@@ -50,9 +51,9 @@ long="--model qwen2.5-7b --rows 1 --auto 1 --steps 1 --warmup 1"
 run 7b-128k 7 step step --case 7b-128k $long --row-tokens 131072
 run 7b-256k 9 step step --case 7b-256k $long --row-tokens 262144
 run 7b-512k 25 step step --case 7b-512k $long --row-tokens 524288
-run 7b-512k-half 13 step step --case 7b-512k-half $long --row-tokens 524288 --layers 14
-run qwen3-30b-a3b 9 step step --case qwen3-30b-a3b --model qwen3-30b-a3b --layers 12 $rows --auto 1
-run gpt-oss-120b 9 step step --case gpt-oss-120b --model gpt-oss-120b --layers 2 $rows --auto 1
+run 7b-512k-half 13 step step --case 7b-512k-half $long --row-tokens 524288 --layers 14 --optim adamw_8bit
+run qwen3-30b-a3b 9 step step --case qwen3-30b-a3b --model qwen3-30b-a3b --layers 24 $rows --auto 1
+run gpt-oss-120b 9 step step --case gpt-oss-120b --model gpt-oss-120b --layers 3 $rows --auto 1
 
 # What limits them.
 run layer 6 layer layer --model qwen2.5-7b --row-tokens 1024 --micro-batch-rows 16,32 --budgets 0,0.1,0.3,0.5,0.7,1

@@ -54,7 +54,7 @@ RATES = (
 _DEVICES: dict[str, tuple[float, float, float, float, float, float, float]] = {
     # matmul FLOP/s, link bytes/s alone, together, host DRAM bytes/s, optimizer s/param in a step, device memory bytes/s,
     # optimizer s/param with 8-bit moments
-    "H200": (715e12, 55e9, 45e9, 122e9, 0.225e-9, 4.2e12, 0.2e-9),
+    "H200": (715e12, 55e9, 45e9, 122e9, 0.225e-9, 4.2e12, 0.15e-9),
 }
 """Measured by the project on one H200 with 16 cores (docs/decisions, benchmarks/results)."""
 
