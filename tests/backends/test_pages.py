@@ -31,7 +31,7 @@ def _vma(address: int) -> dict[str, str]:
 
 
 def _untouched_kib(buffer: torch.Tensor) -> int:
-    """Of the mapping that has ``buffer``: what the process holds elsewhere does not count, nor do neighbours, which are touched."""
+    """Of the mapping that has ``buffer``. What the process holds elsewhere does not count; neighbours are touched."""
     fields = _vma(buffer.data_ptr())
     return int(fields["Size"].split()[0]) - int(fields["Rss"].split()[0])
 
