@@ -35,12 +35,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def model_of(family: str, dtype: torch.dtype) -> Any:
+def model_of(family: str, dtype: torch.dtype, **changes: Any) -> Any:
+    """Of one seed, which are other numbers in bf16 than in fp32 (torch before 2.13): see ``twins_of``."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**FAMILIES[family]), dtype=dtype)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**{**FAMILIES[family], **changes}), dtype=dtype)
     return model.cuda().train()
+
+
+def twins_of(family: str) -> tuple[Any, Any]:
+    """The same bf16 numbers in fp32 and in bf16. Every expert is chosen: of some only, a rounding decides for one token in a
+    hundred which they are, and gradients jump."""
+    changes = {"num_experts_per_tok": 4} if "num_experts_per_tok" in FAMILIES[family] else {}
+    exact, half = (model_of(family, dtype, **changes) for dtype in (torch.float32, torch.bfloat16))
+    half.load_state_dict(exact.state_dict())
+    exact.load_state_dict(half.state_dict())
+    return exact, half
 
 
 def batches(count: int = 3, rows: int = 4, tokens: int = 128, seed: int = 0) -> list[MicroBatch]:

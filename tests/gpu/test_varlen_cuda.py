@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from layerferry.backends.cuda import device_count
 from layerferry.engine.batch import MicroBatch
 from layerferry.models import sinks
 from layerferry.plan import Plan
-from tests.gpu.small import batches, engine_of, gradients, model_of, relative
+from tests.gpu.small import FAMILIES, batches, engine_of, gradients, model_of, relative
+from tests.models.sinks_in_bf16 import assert_as_close_to_fp32_as_products
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="no CUDA device")]
 
@@ -47,18 +49,16 @@ def test_the_kernels_are_right_with_sinks(width: int) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_sinks_by_kernels_are_as_close_to_fp32_as_by_products(compiled: bool) -> None:
-    """Rows of several samples: by kernels alone are they kept apart in this family."""
-    losses, found = [], []
-    for dtype in (torch.float32, torch.bfloat16):
-        engine = engine_of(model_of("gpt_oss", dtype), Plan(fp32=dtype == torch.float32, num_slots=2, compile=compiled))
-        assert engine.skeleton.has_varlen == (dtype == torch.bfloat16)
-        losses.append(engine.step(batches(2), lr=0.0).loss)
-        found.append(gradients(engine))
-        if dtype == torch.bfloat16:
-            apart = engine.step([packed(m) for m in batches(2)], lr=0.0).loss
-            assert abs(apart - losses[-1]) > 1e-4, "samples begin anew"
+    """Rows of one sample and of several: by kernels alone are they kept apart in this family."""
+    sizes = {**FAMILIES["gpt_oss"], "num_hidden_layers": 4}
+
+    def step(model: Any, given: list[MicroBatch]) -> tuple[float, dict[str, torch.Tensor]]:
+        engine = engine_of(model, Plan(num_slots=2, compile=compiled))
+        assert engine.skeleton.has_varlen
+        report = engine.step(given, lr=0.0)
+        found = report.loss, gradients(engine)
         engine.close()
-    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
-    for name, exact in found[0].items():
-        if exact.numel() >= 64:
-            assert relative(found[1][name], exact) < 0.1, name
+        return found
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert_as_close_to_fp32_as_products(step, sizes, device, 128)
