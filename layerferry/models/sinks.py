@@ -6,12 +6,17 @@ the kernel's times e^(L - L'), and the kernel's own backward, given that output 
 all that it makes of them is the probability e^(score - L') and the dot product of output and gradient. The sink's gradient is
 what its probability takes away: minus e^(s - L') times that dot product, summed over queries.
 
+Exact but for roundings: the output is rounded by the kernel and again after e^(L - L'), and as in every flash backward the dot
+product is that of the rounded output. Where it matters most of what was tried (later layers of a model at its first, small
+weights) the gradients of queries and keys have 1.9 times the error by bf16 products, where a kernel that knew sinks would have
+1.5 (docs/log.md). Keeping the kernel's own output as well would save the difference, for as much memory again.
+
 Rows are one sequence of samples, as in ``varlen.py``, whether packed or not: no mask is built, windows are the kernel's.
 ``work_on`` tries the kernels once on a device against plain products; where they fail, the family stays with transformers'
 function. Left out: fp32, for which there is no kernel.
 
 Checked by ``tests/models/test_sinks.py`` (families and algebra, with plain products in the kernels' place),
-``tests/engine/test_sinks.py`` (whole steps) and ``tests/gpu/test_varlen_cuda.py`` (the kernels).
+``tests/engine/test_sinks.py`` (whole steps, in fp32 and in bf16) and ``tests/gpu/test_varlen_cuda.py`` (the kernels).
 """
 
 from __future__ import annotations
