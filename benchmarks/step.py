@@ -59,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=float, default=1.0, help="share of activations kept")
     parser.add_argument("--richer-layers", type=int, default=0, help="of the last layers, more is kept")
     parser.add_argument("--richer-budget", type=float, default=0.7, help="share of activations that those keep")
+    parser.add_argument("--turn-layers", type=int, default=0, help="of the last layers, which turn with the head")
     parser.add_argument("--host-inputs", type=int, default=0, help="layers whose inputs wait @host, and which are computed again")
     parser.add_argument("--mlp-chunk-tokens", type=int, default=0, help="tokens that token-wise parts see at a time; 0: all")
     parser.add_argument("--kept-attention", type=int, default=0, help="layers whose attention is not computed again")
@@ -130,6 +131,7 @@ def plan_of(args: argparse.Namespace, on_cuda: bool) -> Plan:
         activation_budget=args.budget,
         richer_layers=args.richer_layers,
         richer_budget=args.richer_budget,
+        turn_layers=args.turn_layers,
         host_inputs=args.host_inputs,
         mlp_chunk_tokens=args.mlp_chunk_tokens,
         kept_attention=args.kept_attention,

@@ -177,6 +177,8 @@ class Pins:
     richer_layers: int | None = None
     """Layers, the last ones, that keep ``richer_budget`` instead."""
     richer_budget: float | None = None
+    turn_layers: int | None = None
+    """Layers, the last ones, through which a micro-batch goes up and down at once, with all that they keep."""
     host_inputs: int | None = None
     """Layers, from the first on, whose inputs wait @host for their backward."""
     mlp_chunk_tokens: int | None = None

@@ -99,6 +99,9 @@ class Plan:
     richer_layers: int = 0
     """The last so many layers keep ``richer_budget`` of their activations instead: what the device has left is used."""
     richer_budget: float = 1.0
+    turn_layers: int = 0
+    """The last so many layers turn with the head: a micro-batch goes up and down through them at once, so that what they keep is
+    there for one micro-batch at a time, and they keep all that saves time. Each has a slot and a sum of its own meanwhile."""
     host_inputs: int = 0
     """The first so many layers keep nothing: their inputs wait @host, and the backward computes them again, with the graph of one
     micro-batch at a time, whatever the budget of the others."""
@@ -133,26 +136,31 @@ class Plan:
 
     def layer_budgets(self, num_layers: int) -> tuple[float, ...]:
         """Share of activations that each layer keeps, in layer order."""
-        again = self.num_rebuilt(num_layers)
-        richer = min(self.richer_layers, num_layers - again)
-        own = (self.activation_budget,) * (num_layers - again - richer)
-        return (self.rebuilt_budget,) * again + own + (self.richer_budget,) * richer
+        again, turning = self.num_rebuilt(num_layers), num_layers - self.first_turning(num_layers)
+        richer = min(self.richer_layers, num_layers - again - turning)
+        own = (self.activation_budget,) * (num_layers - again - richer - turning)
+        return (self.free_budget,) * again + own + (self.richer_budget,) * richer + (self.free_budget,) * turning
 
     def num_rebuilt(self, num_layers: int) -> int:
         """Layers, from the first on, that leave no graph and are computed again in the backward."""
         return num_layers if self.mlp_chunk_tokens or self.kept_attention else min(self.host_inputs, num_layers)
 
+    def first_turning(self, num_layers: int) -> int:
+        """Index of the first layer that turns with the head; ``num_layers``: none does."""
+        return max(num_layers - self.turn_layers, self.num_rebuilt(num_layers))
+
     @property
-    def rebuilt_budget(self) -> float:
-        """What the graph of a layer keeps that is computed again: what costs no time."""
+    def free_budget(self) -> float:
+        """What costs no time: what the graph of a layer keeps that turns, or that is computed again."""
         return FREE_BUDGET if self.compile else 1.0
 
     @property
     def levels(self) -> tuple[Plan, ...]:
         """This plan for each budget in it, alike for all layers: what is measured and timed one by one."""
-        own = replace(self, richer_layers=0, richer_budget=1.0, host_inputs=0, kept_attention=0)
+        own = replace(self, richer_layers=0, richer_budget=1.0, host_inputs=0, kept_attention=0, turn_layers=0)
         richer = (self.richer_budget,) if self.richer_layers else ()
-        again = (self.rebuilt_budget,) if self.host_inputs or self.mlp_chunk_tokens or self.kept_attention else ()
+        rebuilt = self.host_inputs or self.mlp_chunk_tokens or self.kept_attention
+        again = (self.free_budget,) if rebuilt or self.turn_layers else ()
         return tuple(replace(own, activation_budget=one) for one in dict.fromkeys((self.activation_budget, *richer, *again)))
 
     def total(self, place: str) -> int:

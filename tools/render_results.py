@@ -103,6 +103,8 @@ def _plan(row: dict[str, Any]) -> str:
         return "resident baseline"
     words = [f"{plan['num_waves']} wave{'s' * (plan['num_waves'] > 1)} of {plan['micro_batch_rows']}-row micro-batches"]
     words.append(f"budget {plan['activation_budget']:g}")
+    if plan.get("turn_layers"):
+        words.append(f"{plan['turn_layers']} layers turn")
     if plan.get("richer_layers"):
         words.append(f"{plan['richer_layers']} layers {plan['richer_budget']:g}")
     if plan.get("on_device"):

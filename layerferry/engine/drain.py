@@ -37,19 +37,30 @@ class Slab:
 
 
 class SlabPool:
-    """One accumulator and a ring of slabs for units of one kind."""
+    """An accumulator, and a ring of slabs, for units of one kind."""
 
     keeps = False
     """Whether an accumulator holds its sum from wave to wave."""
 
-    def __init__(self, backend: Backend, *, num_slabs: int, num_landings: int, slab_bytes: int, accumulator_bytes: int) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        own: Iterable[Piece] = (),
+        *,
+        num_slabs: int,
+        num_landings: int,
+        slab_bytes: int,
+        accumulator_bytes: int,
+    ) -> None:
+        """``own``: pieces that are summed at the same time as others, each in an accumulator of its own."""
         self._accumulator = backend.device_buffer(accumulator_bytes)
+        self._own = {(p.index, p.number): backend.device_buffer(p.layout.bytes(FP32_PLANE)) for p in own}
         self._leaving = itertools.cycle([Slab(backend.device_buffer(slab_bytes)) for _ in range(num_slabs)])
         self._landing = itertools.cycle([Slab(backend.device_buffer(slab_bytes)) for _ in range(num_landings)])
 
     def accumulator(self, piece: Piece) -> Tensor:
         """[>= accumulator_bytes] uint8 @device: where the gradient of ``piece`` is summed in fp32."""
-        return self._accumulator
+        return self._own.get((piece.index, piece.number), self._accumulator)
 
     def leaving(self) -> Slab:
         """The slab that the next gradient leaves from."""
@@ -66,11 +77,7 @@ class ResidentAccumulators(SlabPool):
     keeps = True
 
     def __init__(self, backend: Backend, pieces: Iterable[Piece], *, num_slabs: int, slab_bytes: int) -> None:
-        super().__init__(backend, num_slabs=num_slabs, num_landings=0, slab_bytes=slab_bytes, accumulator_bytes=0)
-        self._own = {(p.index, p.number): backend.device_buffer(p.layout.bytes(FP32_PLANE)) for p in pieces}
-
-    def accumulator(self, piece: Piece) -> Tensor:
-        return self._own[piece.index, piece.number]
+        super().__init__(backend, pieces, num_slabs=num_slabs, num_landings=0, slab_bytes=slab_bytes, accumulator_bytes=0)
 
 
 class HomeAccumulators(SlabPool):

@@ -33,7 +33,7 @@ from layerferry.engine.pools import slab_pools, slot_pools
 from layerferry.engine.pretrained import ModelFolder, save_tokenizer
 from layerferry.engine.randomness import seed_of
 from layerferry.engine.router_loss import RouterLoss
-from layerferry.engine.sizes import PADDING, device_sizes, input_sizes, pieces_of
+from layerferry.engine.sizes import PADDING, device_sizes, input_sizes, pieces_of, refuse_turning
 from layerferry.engine.stages import stages_of
 from layerferry.engine.sweep import Sweep
 from layerferry.engine.tape import Tape, rebuilt
@@ -129,10 +129,11 @@ class Engine:
                 "(flash_attn: auto on CUDA), so what it gives cannot be kept: set kept_attention to 0"
             )
         depth = (len(skeleton.layer_units), skeleton.reach.num_below)
+        refuse_turning(store.units, plan)
+        first_turning = max(plan.first_turning(depth[0]), depth[1])
         self.kept = KeptInputs(backend, self.clock, input_sizes(plan, skeleton.boundary, *depth))
-        self._sweep = Sweep(
-            *lanes, self.kept, templates, plan.chunk_tokens, IsolationCheck(), EmbeddingParts.of(*lanes, first), self._head_parts
-        )
+        ends = (EmbeddingParts.of(*lanes, first), self._head_parts)
+        self._sweep = Sweep(*lanes, self.kept, templates, first_turning, plan.chunk_tokens, IsolationCheck(), *ends)
         self._rebuilt = rebuilt(skeleton.layer_units, plan)
         self._audited = False
 

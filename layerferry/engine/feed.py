@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -116,6 +116,16 @@ class Feed:
     @contextmanager
     def __call__(self, piece: Piece) -> Iterator[Slot]:
         """The slot that holds ``piece``'s weights, for the compute lane, until the context is left."""
+        with self.held(piece) as slot, self.timed(piece):
+            yield slot
+
+    def timed(self, piece: Piece) -> AbstractContextManager[None]:
+        """What compute does inside is its work with ``piece``."""
+        return self._clock.span(Lane.COMPUTE, piece.name)
+
+    @contextmanager
+    def held(self, piece: Piece) -> Iterator[Slot]:
+        """The same for one of several that compute takes turns with: each use is ``timed`` by the caller."""
         pool = self.pool_of[piece.index]
         if not pool.assigned or pool.assigned[0][0] is not piece:
             self._unforeseen(pool, piece)
@@ -125,8 +135,7 @@ class Feed:
             self._backend.wait(Lane.COMPUTE, slot.arrival.result())
         self._backend.touch(Lane.COMPUTE, reads=[slot.buffer])
         try:
-            with self._clock.span(Lane.COMPUTE, piece.name):
-                yield slot
+            yield slot
         finally:
             slot.released = self._backend.record(Lane.COMPUTE)
             slot.claims -= 1

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
+from layerferry.errors import PlanError
 from layerferry.layout import FP32_PLANE, GRAD, SECTION_DTYPES, WEIGHT, PlaneSpec, round_up
 from layerferry.optim.orthogonal import orthogonalises, stacks_of
 from layerferry.plan import Plan
@@ -33,6 +34,8 @@ class DeviceSizes:
     slab_bytes: int
     accumulator_bytes: int
     """Of the shared accumulator; with resident gradients, of all of them together."""
+    turning_bytes: int
+    """Of the accumulators that layers which turn have of their own."""
     num_slots: int
     num_slabs: int
     num_landings: int
@@ -40,7 +43,15 @@ class DeviceSizes:
 
     @property
     def total(self) -> int:
-        return self.num_slots * self.slot_bytes + (self.num_slabs + self.num_landings) * self.slab_bytes + self.accumulator_bytes
+        return self.num_slots * self.slot_bytes + self.in_slabs + self.sums
+
+    @property
+    def in_slabs(self) -> int:
+        return (self.num_slabs + self.num_landings) * self.slab_bytes
+
+    @property
+    def sums(self) -> int:
+        return self.accumulator_bytes + self.turning_bytes
 
 
 def pieces_of(unit: Unit, plan: Plan) -> tuple[Piece, ...]:
@@ -49,10 +60,33 @@ def pieces_of(unit: Unit, plan: Plan) -> tuple[Piece, ...]:
     return (unit,) if whole else divide(unit, plan.end_parts)
 
 
+def turning_layers(units: Sequence[Unit], plan: Plan) -> list[Unit]:
+    """Of all ``units`` of a model, the layers that turn with the head and do not live @device."""
+    layers = [unit for unit in units if unit.is_layer]
+    return [unit for unit in layers[plan.first_turning(len(layers)) :] if unit.index not in plan.on_device]
+
+
+def refuse_turning(units: Sequence[Unit], plan: Plan) -> None:
+    """Raise ``PlanError`` where layers cannot turn as ``plan`` has it."""
+    turning, travelling = turning_layers(units, plan), [u for u in units if u.is_layer and u.index not in plan.on_device]
+    needed = min(len(turning) + 1, len(travelling))
+    if turning and plan.num_slots < needed:
+        raise PlanError(
+            f"num_slots: {plan.num_slots}: the {len(turning)} layers that turn hold one each, and others need one: set it to "
+            f"{needed} or more, or turn_layers lower"
+        )
+    head = units[-1]
+    if turning and len(pieces_of(head, plan)) > 1:
+        raise PlanError(
+            f"turn_layers: {plan.turn_layers}: layers turn with a head that is there whole: leave turn_layers out, or set "
+            "end_parts: 1"
+        )
+
+
 def device_sizes(units: Sequence[Unit], plan: Plan, specs: Mapping[str, PlaneSpec]) -> dict[bool, DeviceSizes]:
     """Sizes by ``unit.is_layer``."""
     sizes = {}
-    home = set(plan.on_device)
+    home, turning = set(plan.on_device), [unit for unit in turning_layers(units, plan) if unit.num_trained]
     carried = plan.num_waves > 1 and not plan.resident_gradients
     for kind in (True, False):
         of_kind = [unit for unit in units if unit.is_layer is kind and unit.index not in home]
@@ -60,12 +94,14 @@ def device_sizes(units: Sequence[Unit], plan: Plan, specs: Mapping[str, PlaneSpe
         travelling = [piece.layout for own in pieces for piece in own]
         drained = any(layout.num_trained for layout in travelling)
         of_ends = PART_BUFFERS if any(len(own) > 1 for own in pieces) else 1
+        own_sums = 0 if plan.resident_gradients else sum(u.layout.bytes(FP32_PLANE) for u in turning if u.is_layer is kind)
         sizes[kind] = DeviceSizes(
             slot_bytes=max((layout.bytes(specs[WEIGHT]) for layout in travelling), default=0),
             slab_bytes=max((layout.bytes(specs[GRAD]) for layout in travelling), default=0),
             accumulator_bytes=(sum if plan.resident_gradients else max)(
                 [0, *(layout.bytes(FP32_PLANE) for layout in travelling)]
             ),
+            turning_bytes=own_sums,
             num_slots=(plan.num_slots if kind else of_ends) if travelling else 0,
             num_slabs=(plan.num_slabs if kind else of_ends) if drained else 0,
             num_landings=(2 if kind else of_ends) if carried and drained else 0,

@@ -3,7 +3,9 @@
 This file is the schedule. Weights arrive (``feed``), graphs stay (``tape``) or inputs go to the host and come back (``kept``),
 gradients leave (``drain``); there is no stream, no event and no counter of slots here. Every unit is fed once on the way up
 and once on the way down, whatever the number of micro-batches, and each gradient is summed in fp32 on the device before it
-travels. The way down ends at the lowest unit that is trained: layers below it leave no graph, and are not fed again.
+travels. The last layers may turn with the head: they are held, and each micro-batch goes up and down through all of them before
+the next one comes, so that what they keep is there for one micro-batch at a time, and nothing is fed twice. The way down ends
+at the lowest unit that is trained: layers below it leave no graph, and are not fed again.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from layerferry.engine.drain import Drain
 from layerferry.engine.ends_in_parts import BoundTables, EmbeddingParts, HeadParts
 from layerferry.engine.feed import Feed, Slot
 from layerferry.engine.gradients import add_gradients, gradients_of
+from layerferry.engine.held import Held
 from layerferry.engine.isolation import IsolationCheck
 from layerferry.engine.kept import KeptInputs
 from layerferry.engine.randomness import seed_of
@@ -49,6 +52,8 @@ class Sweep:
     drain: Drain
     kept: KeptInputs
     templates: Templates
+    first_turning: int
+    """Index of the first layer that turns with the head; the number of layers: none does."""
     chunk_tokens: int
     isolation: IsolationCheck
     embedding_parts: EmbeddingParts | None
@@ -66,13 +71,15 @@ class Sweep:
         embedding, head = self.embedding_parts, self.head_parts
         first = [skeleton.prologue_unit] if embedding is None else embedding.upwards
         turn = [skeleton.epilogue_unit] if head is None else head.there_and_back
-        self.feed.expect([*first, *layers, *turn, *reversed(layers[below:])])
+        numbered = list(enumerate(layers))
+        upwards, turning = numbered[: self.first_turning], numbered[self.first_turning :]
+        self.feed.expect([*first, *layers, *turn, *reversed(layers[below : self.first_turning])])
         self._set_mode(training=True)
         passes, bound = self._prologue(wave)
         needs_prologue = tape.num_handles.get(skeleton.prologue_unit.index, 0) > 0
         if needs_prologue:
             self.feed.expect([first[-1]])
-        for index, unit in enumerate(layers):
+        for index, unit in upwards:
             self._layer_forward(unit, index, passes, wave)
         self.kept.expect()
         tied = skeleton.epilogue_unit is skeleton.prologue_unit
@@ -81,8 +88,8 @@ class Sweep:
         with ExitStack() as whole_backward:
             # TRAP: a tied unit's gradient has two shares; its norm is that of the sum (tests/engine/test_invariance.py)
             ends = whole_backward.enter_context(self.drain(skeleton.epilogue_unit, carry=wave.carry)) if tied else None
-            loss = self._head(passes, wave, ends, loss)
-            for index, unit in reversed(list(enumerate(layers))[below:]):
+            loss = self._turn(turning, passes, wave, ends, loss)
+            for index, unit in reversed(upwards[below:]):
                 self._layer_backward(unit, index, passes, wave)
             if not skeleton.reach.trains_prologue:
                 return loss
@@ -118,35 +125,67 @@ class Sweep:
         return passes, parameters
 
     def _layer_forward(self, unit: Unit, index: int, passes: Sequence[Pass], wave: Wave) -> None:
-        with self.feed(unit) as slot, wave.tape.record(unit, slot):
-            template = self.templates.bound(index, slot)
+        with self.feed(unit) as slot:
             for run in passes:
-                if run.micro_batch.isolated:
-                    with wave.tape.resolving(unit, slot):
-                        self.isolation.check(template, self.skeleton.keys[index], run.micro_batch, run.hidden, run.calls[index])
-                self.backend.seed(seed_of(wave.step_seed, unit.index, run.number))
-                if index < self.skeleton.reach.num_below:
-                    run.hidden = wave.tape.pass_below(unit, run.number, template, run.hidden, run.calls[index])
-                elif self.kept.rebuilds(index):
-                    self.kept.send(unit, index, run.number, run.hidden)
-                    with template.recording(self.kept.attention_of(index, run.number)):
-                        run.hidden = wave.tape.pass_on(unit, run.number, template, run.hidden, run.calls[index])
-                else:
-                    run.hidden = wave.tape.forward(unit, run.number, template, run.hidden, run.calls[index])
+                self._up(unit, index, run, slot, wave)
 
-    def _head(self, passes: Sequence[Pass], wave: Wave, accumulator: Plane | None, loss: Tensor) -> Tensor:
+    def _up(self, unit: Unit, index: int, run: Pass, slot: Slot, wave: Wave) -> None:
+        """One micro-batch through one layer."""
+        template, tape = self.templates.bound(index, slot), wave.tape
+        with tape.record(unit, slot):
+            if run.micro_batch.isolated:
+                with tape.resolving(unit, slot):
+                    self.isolation.check(template, self.skeleton.keys[index], run.micro_batch, run.hidden, run.calls[index])
+            self.backend.seed(seed_of(wave.step_seed, unit.index, run.number))
+            if index < self.skeleton.reach.num_below:
+                run.hidden = tape.pass_below(unit, run.number, template, run.hidden, run.calls[index])
+            elif self.kept.rebuilds(index):
+                self.kept.send(unit, index, run.number, run.hidden)
+                with template.recording(self.kept.attention_of(index, run.number)):
+                    run.hidden = tape.pass_on(unit, run.number, template, run.hidden, run.calls[index])
+            else:
+                run.hidden = tape.forward(unit, run.number, template, run.hidden, run.calls[index])
+
+    def _turn(
+        self, turning: Sequence[tuple[int, Unit]], passes: Sequence[Pass], wave: Wave, accumulator: Plane | None, loss: Tensor
+    ) -> Tensor:
+        """Head and loss, and the layers that turn with it, which the first micro-batch finds one by one as their weights arrive,
+        and the last one leaves one by one, so that their gradients travel behind it. ``accumulator``: the head's, if it is there
+        already. Returns ``loss`` [] with this wave's share."""
         if self.head_parts is not None:
             return self.head_parts.train(passes, wave, loss, lambda run: self._balance(run, wave))
-        unit = self.skeleton.epilogue_unit
-        with self.feed(unit) as slot, self._or_drain(accumulator, unit, carry=wave.carry) as sums:
-            head = Head(self.skeleton, self._bind(unit, slot), sums, self.chunk_tokens)
+        with ExitStack() as failing:
+
+            def held(unit: Unit, sums: Plane | None = None) -> Held:
+                return failing.enter_context(Held(unit, self.feed, self.drain, carry=wave.carry, sums=sums))
+
+            layers = [(index, held(unit)) for index, unit in turning]
+            head = held(self.skeleton.epilogue_unit, accumulator)
             for run in passes:
-                self.backend.seed(seed_of(wave.step_seed, len(self.skeleton.units), run.number))
-                share, run.gradient = wave.objective.step(head, run.hidden, run.micro_batch, wave.denominator)
-                run.leave_head()
-                balance = self._balance(run, wave)
-                loss = loss + (share if balance is None else share + balance)
+                last = run is passes[-1]
+                for index, layer in layers:
+                    with layer.used() as slot:
+                        self._up(layer.unit, index, run, slot, wave)
+                loss = loss + self._at_head(head, run, wave)
+                if last:
+                    head.let_go()
+                for index, layer in reversed(layers):
+                    with layer.used() as slot:
+                        self._down(layer.unit, index, run, slot, layer.sums, wave)
+                    if last:
+                        layer.let_go()
         return loss
+
+    def _at_head(self, held: Held, run: Pass, wave: Wave) -> Tensor:
+        """One micro-batch's share of the loss [] fp32 @device; its gradient is in ``run`` then."""
+        unit = held.unit
+        with held.used() as slot:
+            head = Head(self.skeleton, self._bind(unit, slot), held.sums, self.chunk_tokens)
+            self.backend.seed(seed_of(wave.step_seed, len(self.skeleton.units), run.number))
+            share, run.gradient = wave.objective.step(head, run.hidden, run.micro_batch, wave.denominator)
+            run.leave_head()
+            balance = self._balance(run, wave)
+            return share if balance is None else share + balance
 
     def _balance(self, run: Pass, wave: Wave) -> Tensor | None:
         """The load-balancing loss of one micro-batch [], where there is one; its gradients wait in ``run`` for the layers'
@@ -162,17 +201,17 @@ class Sweep:
         return loss
 
     def _layer_backward(self, unit: Unit, index: int, passes: Sequence[Pass], wave: Wave) -> None:
-        with (
-            self.feed(unit) as slot,
-            wave.tape.resolving(unit, slot),
-            self.drain(unit, carry=wave.carry) as accumulator,
-        ):
-            template = self.templates.bound(index, slot)
+        with self.feed(unit) as slot, self.drain(unit, carry=wave.carry) as sums:
             for run in passes:
-                assert run.gradient is not None
-                gradients = [run.gradient, *run.router_gradients.get(unit.index, ())]
-                with self._graph(unit, index, run, template, slot, wave):
-                    run.gradient = wave.tape.backward(unit, run.number, template, gradients, accumulator, run.sides)
+                self._down(unit, index, run, slot, sums, wave)
+
+    def _down(self, unit: Unit, index: int, run: Pass, slot: Slot, sums: Plane, wave: Wave) -> None:
+        """One micro-batch's gradient through one layer."""
+        assert run.gradient is not None
+        template, tape = self.templates.bound(index, slot), wave.tape
+        gradients = [run.gradient, *run.router_gradients.get(unit.index, ())]
+        with tape.resolving(unit, slot), self._graph(unit, index, run, template, slot, wave):
+            run.gradient = tape.backward(unit, run.number, template, gradients, sums, run.sides)
 
     @contextmanager
     def _graph(self, unit: Unit, index: int, run: Pass, template: Template, slot: Slot, wave: Wave) -> Iterator[None]:

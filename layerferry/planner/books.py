@@ -46,13 +46,18 @@ class Choice(NamedTuple):
     """Indexes of the units whose state is @disk."""
     mlp_chunk: int = 0
     attention: int = 0
+    turn: int = 0
+    """Layers that turn with the head; ``slots`` counts theirs."""
     richer_budget: float = 0.0
-    richer_first: bool = False
+    turns: bool = False
+    """As many layers as fit turn with the head."""
+    before_home: bool = False
+    """Layers that keep more, or turn, come before units at home."""
 
     @property
-    def but_for_richer(self) -> Choice:
-        """Without layers that may keep more."""
-        return Choice(*self[:-2])
+    def plain(self) -> Choice:
+        """Without layers that may keep more or turn."""
+        return Choice(*self[:-3])
 
     def on(self, base: Plan) -> Plan:
         """``base`` with this choice, without bytes and seconds."""
@@ -74,6 +79,7 @@ class Choice(NamedTuple):
             host_inputs=self.inputs,
             mlp_chunk_tokens=self.mlp_chunk,
             kept_attention=self.attention,
+            turn_layers=self.turn,
         )
 
 
@@ -110,13 +116,13 @@ class Books:
         self._one_memory, self._host = question.machine.one_memory, there[HOST][1]
         self._device = there[DEVICE][1] if DEVICE in there else None
         self._working: dict[tuple[int, float, int, float, int, bool, int], Working] = {}
-        self._activations: dict[tuple[int, float, int, float, int, bool, int, int, bool, int, int, int], int] = {}
-        self._fixed: dict[tuple[int, int, int, bool, bool, bool, int], tuple[int, int]] = {}
-        self._paces: dict[tuple[int, float, int, float, int, int, int, int, int, int], tuple[float, float]] = {}
+        self._activations: dict[tuple[int, float, int, float, int, bool, int, int, bool, int, int, int, int], int] = {}
+        self._fixed: dict[tuple[int, int, int, bool, bool, bool, int, int, int], tuple[int, int]] = {}
+        self._paces: dict[tuple[int, float, int, float, int, int, int, int, int, int, int], tuple[float, float]] = {}
         self._inputs: dict[tuple[int, int, int], InputSizes] = {}
         self._in_layers: dict[Hashable, InLayers] = {}
         self._least_short: dict[Hashable, int] = {}
-        self._plain: Choice | None = None
+        self._last_plain: Choice | None = None
         self._plain_at_home: tuple[Choice, int]
         self._disk = DiskBooks(question)
         self._largest_wave: dict[tuple[int, int], tuple[float, int]] = {}
@@ -139,38 +145,45 @@ class Books:
     # ---------------------------------------------------------------- bytes
 
     def furnished(self, choice: Choice) -> tuple[Choice, int]:
-        """``choice`` with as many units at home, and as many layers that keep more, as fit, and the bytes that are short (0: it
-        fits)."""
-        pinned = self._question.pins.richer_layers is not None
-        found, short = (choice, 0) if choice.richer_first and pinned else self._without_richer(choice)
-        if short and not (choice.richer_first and choice.inputs):
+        """``choice`` with as many units at home, and as many layers that keep more or turn, as fit, and the bytes that are short
+        (0: it fits)."""
+        pins = self._question.pins
+        pinned = pins.richer_layers is not None or pins.turn_layers is not None
+        found, short = (choice, 0) if choice.before_home and pinned else self._plain(choice)
+        if short and not (choice.before_home and choice.inputs):
             return found, short  # layers that keep more need no fewer bytes, unless their inputs leave the host
-        if choice.richer_first:
-            found, short = self._at_home(self._richer(self._with(choice, self._fewest_at_home(choice))))
-        if choice.mlp_chunk and not short and "kept_attention" not in self._question.pins:
+        if choice.before_home:
+            found, short = self._at_home(self._favoured(self._with(choice, self._fewest_at_home(choice))))
+        if choice.mlp_chunk and not short and "kept_attention" not in pins:
             found = self._attention_kept(found)
-        found = found if short or choice.richer_first else self._richer(found)
+        found = found if short or choice.before_home else self._favoured(found)
         return (self._with(found, found.home) if found.disk else found), short
 
-    def _without_richer(self, choice: Choice) -> tuple[Choice, int]:
+    def _plain(self, choice: Choice) -> tuple[Choice, int]:
         """``choice`` with units at home alone; remembered for the next one, which often differs in what layers may keep."""
-        plain = choice.but_for_richer
-        if plain != self._plain:
-            self._plain, self._plain_at_home = plain, self._at_home(plain)
+        plain = choice.plain
+        if plain != self._last_plain:
+            self._last_plain, self._plain_at_home = plain, self._at_home(plain)
         found, short = self._plain_at_home
-        if short or not choice.richer_budget:
+        if short or not (choice.richer_budget or choice.turns):
             return found, short
-        return found._replace(richer_budget=choice.richer_budget, richer_first=choice.richer_first), short
+        kept = found._replace(richer_budget=choice.richer_budget, turns=choice.turns, before_home=choice.before_home)
+        return kept, short
 
-    def _richer(self, choice: Choice) -> Choice:
-        """``choice`` with as many layers that keep ``richer_budget`` as fit; what is short already stays so."""
-        if not choice.richer_budget:
+    def _favoured(self, choice: Choice) -> Choice:
+        """``choice`` with as many layers as fit that keep ``richer_budget``, or that turn; what is short already stays so."""
+        question = self._question
+        pinned = question.pins.turn_layers if choice.turns else question.pins.richer_layers
+        if not (choice.turns or choice.richer_budget):
             return choice
-        if self._question.pins.richer_layers is not None:
-            return self._keeping(choice, min(self._question.pins.richer_layers, self._question.model.num_layers))
-        pinned = choice.inputs if "host_inputs" in self._question.pins else 0
-        most = self._question.model.num_layers - pinned
-        return self._keeping(choice, _most(lambda richer: not self.short(self._keeping(choice, richer)), 0, most))
+        favour = self.turning if choice.turns else self._keeping
+        if pinned is not None:
+            return favour(choice, min(pinned, question.model.num_layers))
+        most = question.model.num_layers - (choice.inputs if "host_inputs" in question.pins else 0)
+        if choice.turns:
+            most = min(most, question.model.num_layers - question.model.num_below)
+            most = min(most, choice.slots - 1) if "num_slots" in question.pins else most
+        return favour(choice, _most(lambda layers: not self.short(favour(choice, layers)), 0, most))
 
     def _attention_kept(self, choice: Choice) -> Choice:
         """``choice`` with as many layers whose attention is not computed twice as fit; units at home make room for them."""
@@ -183,6 +196,12 @@ class Books:
     def _keeping(self, choice: Choice, richer: int) -> Choice:
         """``choice`` with ``richer`` layers that keep more, whose inputs stay @device."""
         return choice._replace(richer=richer, inputs=min(choice.inputs, self._question.model.num_layers - richer))
+
+    def turning(self, choice: Choice, turn: int) -> Choice:
+        """``choice`` with ``turn`` layers that turn, each with a slot besides, and whose inputs stay @device."""
+        slots = choice.slots if "num_slots" in self._question.pins else choice.slots - choice.turn + turn
+        inputs = min(choice.inputs, self._question.model.num_layers - turn)
+        return self._with(choice._replace(turn=turn, slots=slots, inputs=inputs), choice.home)
 
     def filled(self, choice: Choice) -> Choice | None:
         """``choice`` with the fewest inputs @host that let it fit; None where no number does."""
@@ -270,7 +289,8 @@ class Books:
         return inputs.host_bytes, inputs.device_bytes + self._activations_of(choice, whole=whole)
 
     def _planes_and_buffers(self, choice: Choice, home: int) -> tuple[int, int]:
-        key = (home, choice.slots, choice.slabs, choice.waves > 1, choice.resident, choice.carry, choice.parts)
+        buffered = (choice.slots, choice.slabs, choice.waves > 1, choice.resident, choice.carry, choice.parts)
+        key = (home, *buffered, choice.turn, choice.inputs if choice.turn else 0)
         if key not in self._fixed:
             weights, own = self._weights[choice.carry], self._in_memory(choice, home)
             table = buffers(self._question.model, self._specs[choice.carry], own.on(Plan()))
@@ -294,11 +314,11 @@ class Books:
 
     def _activations_of(self, choice: Choice, *, whole: bool) -> int:
         several = choice.richer_budget if choice.richer else 0.0
-        again = choice.inputs > 0 or choice.mlp_chunk > 0
+        again = choice.inputs > 0 or choice.mlp_chunk > 0 or choice.turn > 0
         parts = 1 if whole else choice.parts  # units go home from the prologue on: the head is the last, and whole there
         shape_of_head = (choice.rows, choice.budget, choice.chunk, several, parts)
         of_micro_batch = (*shape_of_head, again, choice.mlp_chunk)
-        key = (*of_micro_batch, choice.waves, whole, choice.richer, choice.inputs, choice.attention)
+        key = (*of_micro_batch, choice.waves, whole, choice.richer, choice.inputs, choice.attention, choice.turn)
         if key not in self._activations:
             question = self._question
             there = self._in_memory(choice, self._units) if whole else choice._replace(home=0)
@@ -315,7 +335,7 @@ class Books:
         """The same for all ways of cutting the head and its logits."""
         of_layers = (working.layers, working.others, working.router_gradients, plan.mlp_chunk_tokens)
         kept = (plan.activation_budget, plan.richer_layers, plan.richer_budget, plan.host_inputs, plan.kept_attention)
-        key = (plan.micro_batch_rows, plan.num_waves, *kept, *of_layers)
+        key = (plan.micro_batch_rows, plan.num_waves, plan.turn_layers, *kept, *of_layers)
         if key not in self._in_layers:
             self._in_layers[key] = in_layers(self._question.model, plan, self._question.shape, working)
         return self._in_layers[key]
@@ -356,7 +376,7 @@ class Books:
     def _compute_of(self, choice: Choice) -> tuple[float, float]:
         """(all micro-batches, the forward of one through the layers)."""
         in_parts = (choice.parts if not choice.home else 1, 1 if choice.home == self._units else choice.parts)
-        again = (choice.inputs, choice.mlp_chunk, choice.attention)
+        again = (choice.inputs, choice.mlp_chunk, choice.attention, choice.turn)
         key = (choice.rows, choice.budget, choice.chunk, choice.richer_budget, choice.richer, *again, *in_parts)
         if key not in self._paces:
             question, plan = self._question, choice.on(Plan(compile=self._question.compiles))

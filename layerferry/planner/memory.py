@@ -22,6 +22,8 @@ layers, D hidden):
   state each, and those on their way down (``LEAVING``) are held beside them; the last such layer's outputs are the next one's
   inputs and stay, or are the head's and go with it. Going down, one micro-batch's whole graph is there with its transients,
   beside the landings;
+- layers that turn with the head keep nothing for the others' phases but their slots and sums. At the turn one micro-batch's
+  graphs of them all are there beside what the others keep, and head and loss come on top of those;
 - the prologue's backward and the drains' casts are smaller than any of these and are not counted.
 
 The total is the largest of the phases; ``items`` lists what is alive in that phase. Exact means: a test holds it equal to
@@ -180,6 +182,8 @@ def buffers(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan) -> tuple[I
     bare = Plan(
         num_slots=plan.num_slots,
         num_slabs=plan.num_slabs,
+        turn_layers=plan.turn_layers,
+        host_inputs=plan.host_inputs if plan.turn_layers else 0,
         end_parts=plan.end_parts,
         on_device=plan.on_device,
         num_waves=plan.num_waves,
@@ -188,14 +192,14 @@ def buffers(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan) -> tuple[I
     sizes = _sizes(model, bare, tuple(specs.items()))
     layers, ends = sizes[True], sizes[False]
     slots, own_slot = (size.num_slots * size.slot_bytes for size in (layers, ends))
-    slabs, own_slab = (size.total - size.num_slots * size.slot_bytes - size.accumulator_bytes for size in (layers, ends))
+    slabs, own_slab = layers.in_slabs, ends.in_slabs
     num_slabs = layers.num_slabs + layers.num_landings
     return (
         Item(what=f"{layers.num_slots} layer slots", place=DEVICE, num_bytes=slots),
         Item(what=f"slot{'s' * (ends.num_slots > 1)} of embedding and head", place=DEVICE, num_bytes=own_slot),
         Item(what=f"{num_slabs} layer slabs", place=DEVICE, num_bytes=slabs),
         Item(what="slabs of embedding and head", place=DEVICE, num_bytes=own_slab),
-        Item(what="gradient accumulators (fp32)", place=DEVICE, num_bytes=layers.accumulator_bytes + ends.accumulator_bytes),
+        Item(what="gradient accumulators (fp32)", place=DEVICE, num_bytes=layers.sums + ends.sums),
         *(
             Item(what=what, place=DEVICE, num_bytes=num_bytes)
             for what, num_bytes in room_for_updates(model, tuple(specs.items()), plan.on_device)
@@ -216,6 +220,8 @@ class InLayers:
     """Of one micro-batch, in all layers."""
     computed_again: bool
     """Some layers' inputs are waited for, or computed from."""
+    at_turn: int
+    """Of one micro-batch, in the layers that turn with the head."""
     phases: Mapping[str, Phase]
 
 
@@ -224,10 +230,16 @@ def in_layers(model: Model, plan: Plan, shape: Shape, working: Working) -> InLay
     hidden = total * tokens_of(plan, shape) * model.boundary
     layers, again = working.of_layers(model, plan), plan.num_rebuilt(model.num_layers)
     again = again if again > model.num_below else 0
+    first_turning = max(plan.first_turning(model.num_layers), model.num_below)
+    below, turning = layers[:first_turning], layers[first_turning:]
     stays = [_stays(model, plan, shape, working, index) for index in range(again)]
-    kept = sum(stays) + sum(layer.kept for layer in layers[again:])
-    phases = _phases(layers, stays, total, hidden + total * working.router_gradients, hidden)
-    return InLayers(kept, again > 0, phases)
+    kept = sum(stays) + sum(layer.kept for layer in below[again:])
+    gradients = hidden + total * working.router_gradients
+    phases = _phases(below, stays, total, gradients, hidden)
+    if turning:
+        waiting = hidden if again and again == first_turning else 0  # what comes to the turn is no layer's of those that keep
+        phases["turn of the last layers"] = Phase(waiting, gradients, _in_turn(turning))
+    return InLayers(kept, again > 0, sum(layer.kept for layer in turning), phases)
 
 
 def fullest(model: Model, plan: Plan, shape: Shape, working: Working, layers: InLayers) -> list[tuple[str, int]]:
@@ -239,7 +251,7 @@ def fullest(model: Model, plan: Plan, shape: Shape, working: Working, layers: In
     first = total * working.prologue_kept - away
     between = total * (working.head_kept + working.router_gradients) if working.head_kept else gradients
     head = max(working.head_peak - between // total, _rounded_at_home(model, plan))  # its peak has a micro-batch's share in it
-    phases = {**layers.phases, "head and loss": Phase(away, between, head)}
+    phases = {**layers.phases, "head and loss": Phase(away, between, layers.at_turn + head)}
     if shape.evaluates:
         alive = gradients + total * (working.prologue_kept + working.head_kept) + working.evaluation_peak
         phases["head of an evaluation"] = Phase(0, 0, alive - total * layers.kept - first)
@@ -306,6 +318,16 @@ def _phases(layers: list[LayerBytes], again: list[int], total: int, gradients: i
         "backward of a layer": Phase(waiting, gradients, backward),
         "backward of a layer, computed again": Phase(0, gradients, rebuilt),
     }
+
+
+def _in_turn(layers: Sequence[LayerBytes]) -> int:
+    """The most that one micro-batch needs on its way up and down."""
+    below, most = 0, 0
+    for layer in layers:
+        most = max(most, below + layer.forward_peak)
+        below += layer.kept
+        most = max(most, below + layer.backward_peak)
+    return most
 
 
 def tokens_of(plan: Plan, shape: Shape) -> int:

@@ -176,6 +176,17 @@ def _refuse_contradictions(engine: EngineConfig, num_units: int) -> None:
         raise PlanError(
             f"richer_layers: {engine.richer_layers}: with {again} every layer is computed again; leave one of them out"
         )
+    if engine.turn_layers and engine.richer_layers:
+        raise PlanError(
+            f"turn_layers: {engine.turn_layers} and richer_layers: {engine.richer_layers} are both the last layers; leave one out"
+        )
+    if engine.turn_layers and again is not None:
+        raise PlanError(f"turn_layers: {engine.turn_layers}: with {again} every layer is computed again; leave one of them out")
+    if engine.turn_layers and (engine.end_parts or 1) > 1:
+        raise PlanError(
+            f"turn_layers: {engine.turn_layers}: layers turn with a whole head, and end_parts: {engine.end_parts} cuts it; leave "
+            "one of them out"
+        )
     if engine.update_on_arrival and engine.carry_fp32:
         raise PlanError("carry_fp32: true: with update_on_arrival: true no gradients are kept; leave one of them out")
     if engine.update_on_arrival and engine.resident_gradients is False and (engine.num_waves or 1) > 1:

@@ -65,6 +65,8 @@ class Program:
     num_slots: int
     num_slabs: int
     resident_gradients: bool
+    num_turning: int = 0
+    """Of the last layers, which turn with the head."""
     num_below: int = 0
     """Layers that the backward does not come to."""
     on_arrival: bool = False

@@ -141,6 +141,7 @@ def _choices(plan: Plan, pins: Pins) -> str:
             if plan.richer_layers
             else []
         ),
+        *([("turn_layers", str(plan.turn_layers), "the last layers go up and down at once")] if plan.turn_layers else []),
         *([("host_inputs", str(plan.host_inputs), "layers are computed again from inputs @host")] if plan.host_inputs else []),
         *(
             [("mlp_chunk_tokens", str(plan.mlp_chunk_tokens), "tokens that an MLP sees at a time; every layer is computed again")]

@@ -10,6 +10,8 @@ whatever the compute lane stands still for is booked on updates or on copies. Tw
 
 Kept inputs go down and come back micro-batch by micro-batch, at most ``LEAVING`` and ``LANDINGS`` at a time: over a layer, the
 slower of compute and copies sets the pace.
+Of layers that turn with the head the first micro-batch waits for the updates, one layer's forward after the other, and the last
+one's backward is what their gradients travel behind.
 Ends in parts share two slots, which ``EndSlots`` fills as the feed does. The disk is a lane of its own (``disk_lane.py``), and a
 step is not over before the ring is as full as the next one finds it.
 
@@ -80,6 +82,7 @@ class _Run:
         self.program = program
         self.num_slots = max(program.num_slots, 1)
         self.travelling = [index for index, layer in enumerate(program.layers) if not layer.home]
+        self.first_turning = len(program.layers) - program.num_turning
         self.below = sum(index < program.num_below for index in self.travelling)
         self.first = [prologue_part(number) for number in range(len(program.prologue))]
         self.head = self.first if program.tied else [head_part(number) for number in range(len(program.head))]
@@ -157,14 +160,15 @@ class _Run:
         coming = self._begin_wave(first=first)
         for unit in reversed(self.first):
             self._use_end(unit, micro_batches * self.piece(unit).forward)
-        place = 0
+        place, turning, one = 0, self.program.layers[self.first_turning :], min(micro_batches, 1.0)
         for index, layer in enumerate(self.program.layers):
+            own = micro_batches if index < self.first_turning else one  # the others come when it has been down again
             if layer.home:
-                self._forward(layer, micro_batches)
+                self._forward(layer, own)
                 continue
             self._feed(index)
             self.compute += layer.orthogonal if first else 0.0
-            self._forward(layer, micro_batches)
+            self._forward(layer, own)
             if coming:
                 self._send_up(coming.popleft(), after=self.compute)
             place += 1
@@ -172,17 +176,20 @@ class _Run:
         self._expect_inputs()
         if carry:
             self._expect()
-        self._head(micro_batches, carry=carry, last=last)
+        again = (micro_batches - one) * sum(layer.forward + layer.backward for layer in turning)
+        self._head(micro_batches, carry=carry, last=last, again=again)
         for index in reversed(range(self.program.num_below, len(self.program.layers))):
             layer = self.program.layers[index]
+            own = micro_batches if index < self.first_turning else one
             if layer.home:
-                self._backward(layer, micro_batches)
+                self._backward(layer, own)
                 self._send_down(index, last=last)
                 continue
             place -= 1
-            self._feed(index)
+            if index < self.first_turning:
+                self._feed(index)
             self._take_up(index, carry=carry)
-            self._backward(layer, micro_batches)
+            self._backward(layer, own)
             self._send_down(index, last=last)
             if place - slots >= self.below:
                 self._send_up(travelling[place - slots], after=self.compute)
@@ -263,11 +270,12 @@ class _Run:
         self.compute += seconds
         self._begin_uploads(self.end_slots.used(self.compute))
 
-    def _head(self, micro_batches: float, *, carry: bool, last: bool) -> None:
+    def _head(self, micro_batches: float, *, carry: bool, last: bool, again: float) -> None:
+        """``again``: seconds of all micro-batches but one in the layers that turn with it."""
         head = self.program.head
         if len(head) == 1:
             self._take_up(self.head[0], carry=carry)
-            self._use_end(self.head[0], micro_batches * head[0].forward)
+            self._use_end(self.head[0], micro_batches * head[0].forward + again)
             if not self.program.tied:
                 self._send_down(self.head[0], last=last)
             return

@@ -2,11 +2,12 @@
 
 Every combination of micro-batch, waves, activation budget, chunk of logits, slots and slabs, parts of the ends, and way of
 carrying gradients is looked at; of the number of units at home @device, and of layers that keep more than the others, only the
-largest that fits, because bytes grow with them and seconds do not. Units go home in the order of their first use: those that
+largest that fits, because bytes grow with them and seconds do not; of the number of layers that turn with the head also three
+quarters and half of it, and of the best choice every number. Units go home in the order of their first use: those that
 stay @host then have the longest time for their updates. Of the numbers of layers whose inputs wait @host three are looked at:
-none, all (but those that keep more), and where keeping inputs @device does not fit, the fewest that let it. Rows longer than
-``LONG_ROW`` may have their layers computed again with token-wise parts in chunks: then every number of inputs @host is looked
-at, and attention is kept in as many layers as fit.
+none, all (but those that keep more or turn), and where keeping inputs @device does not fit, the fewest that let it. Rows longer
+than ``LONG_ROW`` may have their layers computed again with token-wise parts in chunks: then every number of inputs @host is
+looked at, and attention is kept in as many layers as fit.
 
 Bytes of a combination are sums of parts that are counted once each (``books.py``). Its seconds are first bounded from below,
 and the engine's program is played (``time.py``) in the order of these bounds until no bound is below the best. One rounding
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, product
 
@@ -97,8 +98,9 @@ def _search(question: Problem, keys: Collection[Key] | None) -> tuple[Plan, bool
         elif not queue and (nearest is None or short < nearest[0]):
             nearest = (short, found)
     if queue:
-        fastest = _fastest(question, base, queue)
-        others = [other for other in _fewer_parts(question, books, fastest) if keys is None or _is_measured(other, base, keys)]
+        fastest = _fastest(question, books, base, queue)
+        near = (*_fewer_parts(question, books, fastest), *_fewer_turning(question, books, fastest, range(1, fastest.turn)))
+        others = [other for other in near if keys is None or _is_measured(other, base, keys)]
         return question.complete(min((fastest, *others), key=lambda one: question.seconds(one.on(base)).step).on(base)), True
     if nearest is None:
         assert keys is not None, "no candidate at all"
@@ -117,15 +119,24 @@ def _fewer_parts(question: Problem, books: Books, choice: Choice) -> list[Choice
     return [other for parts in FEWER_PARTS if not books.short(other := choice._replace(parts=parts))]
 
 
-def _fastest(question: Problem, base: Plan, queue: list[Bounded]) -> Choice:
-    """Of choices with lower bounds of their seconds."""
+def _fewer_turning(question: Problem, books: Books, choice: Choice, numbers: Iterable[int]) -> list[Choice]:
+    """``choice`` with these ``numbers`` of layers that turn, where they fit: the more turn, the sooner their updates are needed,
+    by the first micro-batch."""
+    if not choice.turn or question.pins.turn_layers is not None:
+        return []
+    return [other for turn in numbers if turn and not books.short(other := books.turning(choice, turn))]
+
+
+def _fastest(question: Problem, books: Books, base: Plan, queue: list[Bounded]) -> Choice:
+    """Of choices with lower bounds of their seconds, which hold for fewer layers that turn too."""
     heapq.heapify(queue)
     best, fastest = float("inf"), queue[0][-1]
     while queue and queue[0][0] < best * (HARDLY_FASTER if fastest.disk else 1.0):
-        choice = heapq.heappop(queue)[-1]
-        cost = question.seconds(choice.on(base)).step * _handicap(question, choice)
-        if cost < best:
-            best, fastest = cost, choice
+        most = heapq.heappop(queue)[-1]
+        for choice in (most, *_fewer_turning(question, books, most, (most.turn * 3 // 4, most.turn // 2))):
+            cost = question.seconds(choice.on(base)).step * _handicap(question, choice)
+            if cost < best:
+                best, fastest = cost, choice
     return fastest
 
 
@@ -187,11 +198,14 @@ def _last_resort(question: Problem, queue: Sequence[object]) -> Iterator[Choice]
 
 
 def _with_richer(question: Problem, choice: Choice) -> Iterator[Choice]:
-    """``choice``, and with layers that keep more where those may be."""
+    """``choice``, and with layers that keep more, or turn, where those may be."""
     pins = question.pins
     richer = _free_budget(question) if pins.richer_budget is None else pins.richer_budget
     if pins.richer_layers:
-        yield choice._replace(richer_budget=richer, richer_first=True)
+        yield choice._replace(richer_budget=richer, before_home=True)
+        return
+    if pins.turn_layers:
+        yield choice._replace(turns=True, before_home=True)
         return
     yield choice
     rebuilt = choice.mlp_chunk or choice.attention
@@ -199,7 +213,21 @@ def _with_richer(question: Problem, choice: Choice) -> Iterator[Choice]:
     if not rebuilt and not fixed and (choice.inputs or richer > choice.budget):
         yield choice._replace(richer_budget=richer)
         if not choice.inputs:
-            yield choice._replace(richer_budget=richer, richer_first=True)
+            yield choice._replace(richer_budget=richer, before_home=True)
+    if not rebuilt and _may_turn(question, choice):
+        yield choice._replace(turns=True)
+        if not choice.inputs:
+            yield choice._replace(turns=True, before_home=True)
+
+
+def _may_turn(question: Problem, choice: Choice) -> bool:
+    """Whether layers that turn could save anything: several micro-batches share a wave, and something is computed again."""
+    if question.machine.is_cpu or question.pins.turn_layers == 0 or choice.parts > 1:
+        return False
+    if choice.inputs == 0 and choice.budget >= _free_budget(question):
+        return False
+    micro_batches = -(-question.shape.rows_per_step // choice.rows)
+    return micro_batches > choice.waves
 
 
 def _free_budget(question: Problem) -> float:
@@ -239,6 +267,8 @@ def _parts_choices(question: Problem) -> list[int]:
     model, pinned = question.model, question.pins.end_parts
     if pinned:
         return [pinned]
+    if question.pins.turn_layers:
+        return [1]  # they turn with a head that is there whole
     ends = sum(unit.layout.bytes(FP32_PLANE) for unit in model.units if not unit.is_layer)
     worth = model.undividable is None and ends > WORTH_PARTS * device_budget(question.machine)
     return [1, PARTS] if worth else [1]

@@ -74,6 +74,27 @@ def test_store_and_engine_allocate_what_was_planned(
     assert all(item.exact for item in buffers)
 
 
+@pytest.mark.parametrize("home", [(), (0, 1, 4)])
+@pytest.mark.parametrize(("waves", "resident", "inputs"), [(1, False, 0), (2, False, 2), (2, True, 0)])
+@pytest.mark.parametrize("turn", [1, 2, 9])
+def test_layers_that_turn_have_the_slots_and_sums_that_were_planned(
+    home: tuple[int, ...], waves: int, resident: bool, inputs: int, turn: int
+) -> None:
+    built = skeleton("qwen2")
+    plan = Plan(num_slots=4, micro_batch_rows=1, row_tokens=32, rows_per_step=4, on_device=home, turn_layers=turn)
+    plan = replace(plan, resident_gradients=resident, num_waves=waves, host_inputs=inputs)
+    backend = CountingBackend()
+    planned = items(Model.of(built), specs(), plan, SHAPE)
+    store = Store(built.units, plan_specs(specs(), plan), backend, on_device=home)
+    Engine(built, store, AdamW(kernels=ReferenceKernels()), backend, plan).close()
+    buffers = [i for i in planned if i.place == DEVICE and any(word in i.what for word in BUFFERS) and "working" not in i.what]
+    assert sum(item.num_bytes for item in buffers) == backend.device_bytes
+    without = items(Model.of(built), specs(), replace(plan, turn_layers=0), SHAPE)
+    own = min(turn, 4 - inputs) - sum(index > 4 - min(turn, 4 - inputs) for index in home)
+    sums = [sum(i.num_bytes for i in table if "accumulators" in i.what) for table in (planned, without)]
+    assert sums[0] - sums[1] == (0 if resident else own * built.units[1].layout.bytes(FP32_PLANE))
+
+
 @pytest.mark.parametrize("fp32", [True, False])
 @pytest.mark.parametrize("home", [(), (0, 2)])
 @pytest.mark.parametrize(

@@ -46,6 +46,23 @@ def test_updates_are_waited_for_where_the_forward_overtakes_them(update: float) 
     assert found.copies == 0.0
 
 
+@pytest.mark.parametrize("update", [0.5, 2.0, 7.0])
+@pytest.mark.parametrize("turning", [2, 6])
+def test_the_first_micro_batch_alone_hides_updates_of_layers_that_turn(update: float, turning: int) -> None:
+    """Unit k is ready after k + 1 updates, and needed after 4 forwards of each layer before it, or 1 of those that turn."""
+    found = step(replace(FREE, update=update), num_turning=turning, num_slots=LAYERS)
+    needed = [4.0 * min(k, LAYERS - turning) + max(k - LAYERS + turning, 0) for k in range(LAYERS)]
+    assert found.updates == pytest.approx(max(0.0, *((k + 1) * update - at for k, at in enumerate(needed))))
+    assert found.copies == 0.0
+
+
+def test_gradients_of_layers_that_turn_travel_behind_the_last_micro_batch() -> None:
+    """Two slabs: the third gradient leaves when the first has, which began 2 backwards earlier; then one every 5 s."""
+    found = step(replace(FREE, send=5.0), num_turning=LAYERS, num_slots=LAYERS)
+    assert found.copies == pytest.approx((LAYERS - 2) * (5.0 - 2.0) - 2.0)
+    assert step(replace(FREE, send=2.0), num_turning=LAYERS, num_slots=LAYERS) == Waits(0.0, 0.0)
+
+
 def test_the_first_unit_waits_for_its_gradient_its_update_and_its_upload() -> None:
     found = step(end=replace(END, update=3.0, send=2.0, upload=1.0), num_slots=LAYERS)
     assert found.updates == pytest.approx(2.0 + 3.0 + 1.0)
