@@ -13,13 +13,13 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from layerferry.engine.sizes import InputSizes, input_sizes
+from layerferry.engine.sizes import InputSizes, device_sizes, input_sizes
 from layerferry.layout import FP32_PLANE, GRAD, WEIGHT, PlaneSpec
 from layerferry.plan import Plan
 from layerferry.planner import compute
 from layerferry.planner.disk_books import DiskBooks
 from layerferry.planner.held import DEVICE, HOST, arrival_bytes, unit_bytes
-from layerferry.planner.memory import InLayers, Working, buffers, fullest, in_layers, plan_specs
+from layerferry.planner.memory import InLayers, Working, buffers, estimate, fullest, in_layers, plan_specs
 from layerferry.planner.problem import ESTIMATE_MARGIN, Problem, places
 from layerferry.planner.time import layer_uploads, waves_of
 from layerferry.planner.updates import orthogonal_s, update_s
@@ -125,6 +125,10 @@ class Books:
         self._last_plain: Choice | None = None
         self._plain_at_home: tuple[Choice, int]
         self._disk = DiskBooks(question)
+        self._kept: dict[int, float] = {}
+        sizes = device_sizes(question.model.units, Plan(), question.specs)[True]
+        self._turning_bytes = {resident: sizes.slot_bytes + (0 if resident else sizes.sums) for resident in (False, True)}
+        """By whether sums are resident anyway: slot and sum of the largest layer."""
         self._largest_wave: dict[tuple[int, int], tuple[float, int]] = {}
 
     def _fewest_at_home(self, choice: Choice) -> int:
@@ -192,6 +196,22 @@ class Books:
         least = self._with(choice, self._fewest_at_home(choice))
         kept = _most(lambda layers: not self.short(least._replace(attention=layers)), 0, self._question.model.num_layers)
         return self._at_home(least._replace(attention=kept))[0]
+
+    def favours(self, choice: Choice) -> bool:
+        """Whether layers of ``choice`` that keep more should do so as they do there: those that turn need fewer bytes if what the
+        other micro-batches of the wave would keep is more than a slot and a sum, and only then."""
+        if not (choice.turns or choice.richer_budget) or self._question.pins.turn_layers:
+            return True
+        others = max(self._cut(choice)[0] - 1.0, 0.0)
+        return choice.turns == (others * self._kept_by_layer(choice.rows) > self._turning_bytes[choice.resident])
+
+    def _kept_by_layer(self, rows: int) -> float:
+        """Bytes that one micro-batch keeps in the fullest layer where that costs no time."""
+        if rows not in self._kept:
+            plan = Plan(compile=self._question.compiles, micro_batch_rows=rows)
+            estimated = estimate(self._question.model, replace(plan, activation_budget=plan.free_budget), self._question.shape)
+            self._kept[rows] = max(layer.kept for layer in estimated.layers)
+        return self._kept[rows]
 
     def _keeping(self, choice: Choice, richer: int) -> Choice:
         """``choice`` with ``richer`` layers that keep more, whose inputs stay @device."""

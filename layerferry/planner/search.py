@@ -9,6 +9,8 @@ none, all (but those that keep more or turn), and where keeping inputs @device d
 than ``LONG_ROW`` may have their layers computed again with token-wise parts in chunks: then every number of inputs @host is
 looked at, and attention is kept in as many layers as fit.
 
+Layers keep more either in every micro-batch or, turning with the head, in one at a time: whichever needs fewer bytes.
+
 Bytes of a combination are sums of parts that are counted once each (``books.py``). Its seconds are first bounded from below,
 and the engine's program is played (``time.py``) in the order of these bounds until no bound is below the best. One rounding
 a wave (gradients carried in bf16) must save 4 % of the step to be taken. Checked by ``tests/planner/test_search.py``
@@ -85,6 +87,8 @@ def _search(question: Problem, keys: Collection[Key] | None) -> tuple[Plan, bool
     for number, choice in enumerate(chain(choices(question), _last_resort(question, queue))):
         if keys is not None and not _is_measured(choice, base, keys):
             continue
+        if _may_turn(question, choice) and not books.favours(choice):
+            continue
         may_fill = _may_fill(question, choice)
         least = 0 if may_fill or choice.inputs else books.least_short(choice)
         if least and (queue or (nearest is not None and least >= nearest[0])):
@@ -134,7 +138,10 @@ def _fastest(question: Problem, books: Books, base: Plan, queue: list[Bounded]) 
     while queue and queue[0][0] < best * (HARDLY_FASTER if fastest.disk else 1.0):
         most = heapq.heappop(queue)[-1]
         for choice in (most, *_fewer_turning(question, books, most, (most.turn * 3 // 4, most.turn // 2))):
-            cost = question.seconds(choice.on(base)).step * _handicap(question, choice)
+            handicap = _handicap(question, choice)
+            if books.least_seconds(choice) * handicap >= best:
+                continue
+            cost = question.seconds(choice.on(base)).step * handicap
             if cost < best:
                 best, fastest = cost, choice
     return fastest
@@ -222,7 +229,7 @@ def _with_richer(question: Problem, choice: Choice) -> Iterator[Choice]:
 
 def _may_turn(question: Problem, choice: Choice) -> bool:
     """Whether layers that turn could save anything: several micro-batches share a wave, and something is computed again."""
-    if question.machine.is_cpu or question.pins.turn_layers == 0 or choice.parts > 1:
+    if question.machine.is_cpu or question.pins.turn_layers == 0 or question.pins.richer_layers or choice.parts > 1:
         return False
     if choice.inputs == 0 and choice.budget >= _free_budget(question):
         return False

@@ -20,7 +20,10 @@ from layerferry.planner.problem import Problem
 logger = logging.getLogger("layerferry.trainer")
 
 BUDGETS = (0.7, 0.5, 0.3, 0.1, 0.0)
-CHANGING = ("micro_batch_rows", "activation_budget", "richer_layers", "chunk_tokens", "num_slots", "num_slabs", "num_waves")
+CHANGING = (
+    *("micro_batch_rows", "activation_budget", "richer_layers", "turn_layers", "chunk_tokens", "num_slots", "num_slabs"),
+    "num_waves",
+)
 MOST_STEPS = 3
 """Steps of this process after which an allocation that fails is no longer the plan's fault."""
 WORTH_TRYING = 0.95
@@ -43,13 +46,22 @@ def _neighbours(plan: Plan) -> Iterator[Plan]:
     yield from (replace(plan, micro_batch_rows=one) for one in rows)
     if plan.richer_layers:
         yield from (replace(plan, richer_layers=one) for one in {plan.richer_layers - 1, plan.richer_layers // 2, 0})
+    if plan.turn_layers:
+        yield from (_turning(plan, one) for one in {plan.turn_layers * 3 // 4, plan.turn_layers // 2, 0})
     yield from (replace(plan, richer_layers=0, activation_budget=one) for one in budgets if one < plan.activation_budget)
     yield from (replace(plan, chunk_tokens=one) for one in (2048, 1024, 512, 256) if one < plan.chunk_tokens)
-    yield from (replace(plan, num_slots=one, num_slabs=min(plan.num_slabs, 2)) for one in (3, 2) if one < plan.num_slots)
+    others = plan.num_slots - plan.turn_layers
+    fewer = (one for one in (3, 2) if one < others)
+    yield from (replace(plan, num_slots=one + plan.turn_layers, num_slabs=min(plan.num_slabs, 2)) for one in fewer)
     for one in rows:
         yield from (replace(plan, micro_batch_rows=one, activation_budget=budget) for budget in budgets)
     if waves > plan.num_waves and (plan.fp32 or plan.carry_fp32 or plan.resident_gradients):
         yield from (replace(plan, num_waves=waves, activation_budget=one) for one in (plan.activation_budget, *budgets))
+
+
+def _turning(plan: Plan, turn: int) -> Plan:
+    """``plan`` with fewer layers that turn, and without the slots of the others."""
+    return replace(plan, turn_layers=turn, num_slots=max(plan.num_slots - (plan.turn_layers - turn), min(plan.num_slots, 3)))
 
 
 def retreat(engine: Engine, question: Problem, *, steps_done: int) -> None:

@@ -29,9 +29,10 @@ PLAN = Plan(fp32=True, num_slots=2, num_slabs=1, num_waves=2, carry_fp32=True)
 AT_HOST = replace(PLAN, num_waves=1, host_inputs=2, row_tokens=8, rows_per_step=2, on_device=tuple(range(5)))
 """Nothing but kept inputs travels, so no other copy orders them by chance."""
 HOME = replace(PLAN, num_slots=3, num_slabs=2, on_device=(2,))
+TURN = replace(PLAN, num_waves=1, turn_layers=2, num_slots=3)
 ON_DISK = replace(PLAN, on_disk=(0, 1, 2, 3))
 SCENARIOS: tuple[tuple[Plan, Optimizer | None], ...] = (
-    *((PLAN, None), (HOME, None), (AT_HOST, None), (ON_DISK, None)),
+    *((PLAN, None), (HOME, None), (AT_HOST, None), (ON_DISK, None), (TURN, None)),
     *((HOME, Muon()), (ON_DISK, Muon())),
 )
 Site = tuple[str, str, int]
@@ -82,7 +83,7 @@ def trained(backend: CpuBackend, plan: Plan, optimizer: Optimizer | None = None)
         engine.feed.expect(engine.skeleton.layer_units)  # and then something else is wanted
         with engine.feed(engine.skeleton.layer_units[-1]):
             pass
-        if plan.host_inputs:  # a step that breaks off when inputs are on their way back, and one that follows it
+        if plan.host_inputs or plan.turn_layers:  # a step that breaks off at the turn, and one that follows it
             with pytest.raises(ZeroDivisionError):
                 engine.step(micro_batches(2, rows=1, tokens=8), OnLogits(lambda logits, labels: logits.sum() / (1 // 0)), lr=1e-2)
             engine.step(micro_batches(2, rows=1, tokens=8, seed=2), lr=1e-2)
@@ -131,8 +132,8 @@ def caught(site: Site, scenario: tuple[Plan, Optimizer | None], truth: dict[str,
 
 
 SHAPES = [
-    replace(PLAN, num_slots=slots, num_slabs=slabs, num_waves=waves)
-    for slots, slabs, waves in ((1, 1, 1), (2, 1, 2), (3, 2, 1), (4, 1, 2))
+    replace(PLAN, num_slots=slots, num_slabs=slabs, num_waves=waves, turn_layers=turn)
+    for slots, slabs, waves, turn in ((1, 1, 1, 0), (2, 1, 2, 0), (3, 2, 1, 1), (4, 1, 2, 0))
 ]
 
 

@@ -14,7 +14,7 @@ from layerferry.config import OptimConfig
 from layerferry.engine.oracle import loss_and_gradients
 from layerferry.models import varlen
 from layerferry.objectives import CrossEntropy
-from layerferry.plan import Plan
+from layerferry.plan import FREE_BUDGET, Plan
 from tests.gpu.small import FAMILIES, batches, engine_of, gradients, model_of, relative, twins_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="no CUDA device")]
@@ -136,3 +136,23 @@ def test_a_training_run_learns_and_evaluates() -> None:
         engine.step(batches(), lr=1e-3)
     assert engine.evaluate(batches()).loss < first - 0.3
     engine.close()
+
+
+def test_layers_that_turn_leave_the_same_bits() -> None:
+    """Every layer keeps the same share here, so that it is one program wherever it is."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = []
+        for turn in (0, 2, 9):
+            plan = Plan(num_slots=5, compile=True, activation_budget=FREE_BUDGET, turn_layers=turn)
+            engine = engine_of(model_of("llama", torch.bfloat16), plan)
+            seen = [engine.step(batches(seed=number), lr=1e-3) for number in range(3)]
+            engine.settle()
+            masters = [engine.store.master(u, e) for u in engine.store.units for e in u.layout.entries]
+            found.append(([(report.loss, report.grad_norm) for report in seen], masters))
+            engine.close()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for losses, masters in found[1:]:
+        assert losses == found[0][0]
+        assert all(torch.equal(a, b) for a, b in zip(masters, found[0][1], strict=True))
