@@ -21,7 +21,13 @@ logger = logging.getLogger("layerferry.trainer")
 
 BUDGETS = (0.7, 0.5, 0.3, 0.1, 0.0)
 CHANGING = (
-    *("micro_batch_rows", "activation_budget", "richer_layers", "turn_layers", "chunk_tokens", "num_slots", "num_slabs"),
+    "micro_batch_rows",
+    "activation_budget",
+    "richer_layers",
+    "turn_layers",
+    "chunk_tokens",
+    "num_slots",
+    "num_slabs",
     "num_waves",
 )
 MOST_STEPS = 3
@@ -60,8 +66,9 @@ def _neighbours(plan: Plan) -> Iterator[Plan]:
 
 
 def _turning(plan: Plan, turn: int) -> Plan:
-    """``plan`` with fewer layers that turn, and without the slots of the others."""
-    return replace(plan, turn_layers=turn, num_slots=max(plan.num_slots - (plan.turn_layers - turn), min(plan.num_slots, 3)))
+    """``plan`` with fewer layers that turn, and without the slots of the others, some of which may live @device and have none."""
+    others = max(plan.num_slots - plan.turn_layers, 1)
+    return replace(plan, turn_layers=turn, num_slots=min(plan.num_slots, max(turn + others, 3)))
 
 
 def retreat(engine: Engine, question: Problem, *, steps_done: int) -> None:
@@ -69,10 +76,15 @@ def retreat(engine: Engine, question: Problem, *, steps_done: int) -> None:
     before = engine.plan
     plan = smaller(question, before) if steps_done < MOST_STEPS else None
     if plan is None:
-        raise PlanError(
-            f"out of device memory after {steps_done} steps with {size_text(before.total('@device'))} planned: another "
-            "process may have taken some of it; set device_memory, micro_batch_rows or activation_budget lower, and resume"
+        remedy = (
+            "device_memory is what the allocator may take, gaps between tensors included: set it higher, or micro_batch_rows or "
+            "activation_budget lower, and resume"
+            if question.machine.device_source == "device_memory"
+            else "another process may have taken some of it; set device_memory, micro_batch_rows or activation_budget lower, and "
+            "resume"
         )
+        planned = size_text(before.total("@device"))
+        raise PlanError(f"out of device memory after {steps_done} steps with {planned} planned: {remedy}")
     changes = [f"{name} {old} -> {new}" for name in CHANGING if (old := getattr(before, name)) != (new := getattr(plan, name))]
     logger.warning(
         "out of device memory: the step is taken again under a smaller plan (%s: %s @device, not %s); nothing is lost",

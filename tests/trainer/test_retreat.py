@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from layerferry.config import EngineConfig
 from layerferry.engine.engine import Engine
+from layerferry.engine.sizes import refuse_turning
 from layerferry.errors import PlanError
+from layerferry.plan import Plan
+from layerferry.planner.problem import problem
 from layerferry.trainer import train
+from layerferry.trainer.retreat import _neighbours, retreat
+from tests.planner.subjects import config, machine, qwen, specs
 from tests.reliability.runs import ENGINES, make_config, prepare
 
 
@@ -59,6 +66,26 @@ def test_the_step_is_taken_again(
     assert "the step is taken again under a smaller plan (" in caplog.text and "nothing is lost" in caplog.text
     assert losses(tmp_path / "small") == pytest.approx(losses(tmp_path / "whole"), rel=1e-3)
     assert losses(tmp_path / "small")[:step] == losses(tmp_path / "whole")[:step]
+
+
+@pytest.mark.parametrize("home", [0, 6, 25, 29])
+@pytest.mark.parametrize("turn", [1, 4, 14, 28])
+def test_layers_that_turn_have_slots_under_every_smaller_plan(home: int, turn: int) -> None:
+    """With layers @device, which turn without a slot: there may be fewer slots than layers that turn."""
+    units = qwen("qwen2.5-7b").units
+    plan = Plan(micro_batch_rows=2, rows_per_step=4, turn_layers=turn, on_device=tuple(range(home)))
+    travelling = sum(unit.is_layer for unit in units[home:])
+    plan = replace(plan, num_slots=min(turn + 2, travelling))
+    for one in (plan, *_neighbours(plan)):
+        refuse_turning(units, one)
+        assert one.num_slots <= plan.num_slots
+
+
+def test_a_limit_that_the_user_has_set_is_no_other_process() -> None:
+    question = problem(qwen("qwen2.5-7b"), specs(), machine(), config(), 1024)
+    engine = SimpleNamespace(plan=Plan())
+    with pytest.raises(PlanError, match=r"device_memory is what the allocator may take.*set it higher"):
+        retreat(cast(Engine, engine), question, steps_done=9)
 
 
 def test_later_it_is_the_end(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
