@@ -212,7 +212,7 @@ class EngineConfig(Pins):
     device: str = "auto"
     """auto, cuda, cuda:1, cpu, chaos."""
     device_memory: int | None = None
-    """Bytes the device may hold; None: what it reports."""
+    """Bytes that are taken from the device at most, the allocator's gaps included; None: what it reports."""
     host_memory: int | None = None
     """Bytes of host memory; None: what the system reports."""
     disk_memory: int | None = None
