@@ -145,9 +145,9 @@ class Plan:
         """Layers, from the first on, that leave no graph and are computed again in the backward."""
         return num_layers if self.mlp_chunk_tokens or self.kept_attention else min(self.host_inputs, num_layers)
 
-    def first_turning(self, num_layers: int) -> int:
-        """Index of the first layer that turns with the head; ``num_layers``: none does."""
-        return max(num_layers - self.turn_layers, self.num_rebuilt(num_layers))
+    def first_turning(self, num_layers: int, num_below: int = 0) -> int:
+        """Index of the first layer that turns with the head; ``num_layers``: none does. To ``num_below`` no backward comes."""
+        return max(num_layers - self.turn_layers, self.num_rebuilt(num_layers), num_below)
 
     @property
     def free_budget(self) -> float:

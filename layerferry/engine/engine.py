@@ -130,10 +130,9 @@ class Engine:
             )
         depth = (len(skeleton.layer_units), skeleton.reach.num_below)
         refuse_turning(store.units, plan)
-        first_turning = max(plan.first_turning(depth[0]), depth[1])
         self.kept = KeptInputs(backend, self.clock, input_sizes(plan, skeleton.boundary, *depth))
         ends = (EmbeddingParts.of(*lanes, first), self._head_parts)
-        self._sweep = Sweep(*lanes, self.kept, templates, first_turning, plan.chunk_tokens, IsolationCheck(), *ends)
+        self._sweep = Sweep(*lanes, self.kept, templates, plan.first_turning(*depth), plan.chunk_tokens, IsolationCheck(), *ends)
         self._rebuilt = rebuilt(skeleton.layer_units, plan)
         self._audited = False
 

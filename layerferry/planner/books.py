@@ -11,76 +11,18 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from itertools import accumulate
-from typing import NamedTuple
 
 from layerferry.engine.sizes import InputSizes, device_sizes, input_sizes
 from layerferry.layout import FP32_PLANE, GRAD, WEIGHT, PlaneSpec
 from layerferry.plan import Plan
 from layerferry.planner import compute
+from layerferry.planner.choice import Choice
 from layerferry.planner.disk_books import DiskBooks
 from layerferry.planner.held import DEVICE, HOST, arrival_bytes, unit_bytes
 from layerferry.planner.memory import InLayers, Working, buffers, estimate, fullest, in_layers, plan_specs
 from layerferry.planner.problem import ESTIMATE_MARGIN, Problem, places
 from layerferry.planner.time import layer_uploads, waves_of
 from layerferry.planner.updates import orthogonal_s, update_s
-
-
-class Choice(NamedTuple):
-    """The fields of a plan that are searched for. ``Books.furnished`` counts what fills the device: ``home`` units at home and
-    ``richer`` layers that keep ``richer_budget`` (0.0: none may), the one or the other first. ``inputs``: layers whose inputs
-    are @host."""
-
-    rows: int
-    waves: int
-    budget: float
-    chunk: int
-    slots: int
-    slabs: int
-    resident: bool
-    carry: bool
-    parts: int = 1
-    home: int = 0
-    richer: int = 0
-    inputs: int = 0
-    disk: tuple[int, ...] = ()
-    """Indexes of the units whose state is @disk."""
-    mlp_chunk: int = 0
-    attention: int = 0
-    turn: int = 0
-    """Layers that turn with the head; ``slots`` counts theirs."""
-    richer_budget: float = 0.0
-    turns: bool = False
-    """As many layers as fit turn with the head."""
-    before_home: bool = False
-    """Layers that keep more, or turn, come before units at home."""
-
-    @property
-    def plain(self) -> Choice:
-        """Without layers that may keep more or turn."""
-        return Choice(*self[:-3])
-
-    def on(self, base: Plan) -> Plan:
-        """``base`` with this choice, without bytes and seconds."""
-        return replace(
-            base,
-            micro_batch_rows=self.rows,
-            num_waves=self.waves,
-            activation_budget=self.budget,
-            richer_layers=self.richer,
-            richer_budget=self.richer_budget if self.richer else 1.0,
-            chunk_tokens=self.chunk,
-            num_slots=self.slots,
-            num_slabs=self.slabs,
-            end_parts=self.parts,
-            resident_gradients=self.resident,
-            carry_fp32=self.carry,
-            on_device=tuple(range(self.home)),
-            on_disk=self.disk,
-            host_inputs=self.inputs,
-            mlp_chunk_tokens=self.mlp_chunk,
-            kept_attention=self.attention,
-            turn_layers=self.turn,
-        )
 
 
 class _Weights:
@@ -154,8 +96,8 @@ class Books:
         pins = self._question.pins
         pinned = pins.richer_layers is not None or pins.turn_layers is not None
         found, short = (choice, 0) if choice.before_home and pinned else self._plain(choice)
-        if short and not (choice.before_home and choice.inputs):
-            return found, short  # layers that keep more need no fewer bytes, unless their inputs leave the host
+        if short:
+            return found, short  # layers that keep more, or turn, need no fewer bytes
         if choice.before_home:
             found, short = self._at_home(self._favoured(self._with(choice, self._fewest_at_home(choice))))
         if choice.mlp_chunk and not short and "kept_attention" not in pins:
@@ -169,24 +111,21 @@ class Books:
         if plain != self._last_plain:
             self._last_plain, self._plain_at_home = plain, self._at_home(plain)
         found, short = self._plain_at_home
-        if short or not (choice.richer_budget or choice.turns):
+        if short or not choice.may_favour:
             return found, short
-        kept = found._replace(richer_budget=choice.richer_budget, turns=choice.turns, before_home=choice.before_home)
-        return kept, short
+        return found._replace(richer_budget=choice.richer_budget, turns=choice.turns, before_home=choice.before_home), short
 
     def _favoured(self, choice: Choice) -> Choice:
         """``choice`` with as many layers as fit that keep ``richer_budget``, or that turn; what is short already stays so."""
-        question = self._question
-        pinned = question.pins.turn_layers if choice.turns else question.pins.richer_layers
-        if not (choice.turns or choice.richer_budget):
+        if not choice.may_favour:
             return choice
-        favour = self.turning if choice.turns else self._keeping
+        pins, model = self._question.pins, self._question.model
+        favour, pinned = (self.turning, pins.turn_layers) if choice.turns else (self._keeping, pins.richer_layers)
         if pinned is not None:
-            return favour(choice, min(pinned, question.model.num_layers))
-        most = question.model.num_layers - (choice.inputs if "host_inputs" in question.pins else 0)
+            return favour(choice, min(pinned, model.num_layers))
+        most = model.num_layers - (choice.inputs if "host_inputs" in pins else 0)
         if choice.turns:
-            most = min(most, question.model.num_layers - question.model.num_below)
-            most = min(most, choice.slots - 1) if "num_slots" in question.pins else most
+            most = min(most, model.num_layers - model.num_below, choice.slots - 1 if "num_slots" in pins else most)
         return favour(choice, _most(lambda layers: not self.short(favour(choice, layers)), 0, most))
 
     def _attention_kept(self, choice: Choice) -> Choice:
@@ -197,13 +136,11 @@ class Books:
         kept = _most(lambda layers: not self.short(least._replace(attention=layers)), 0, self._question.model.num_layers)
         return self._at_home(least._replace(attention=kept))[0]
 
-    def favours(self, choice: Choice) -> bool:
-        """Whether layers of ``choice`` that keep more should do so as they do there: those that turn need fewer bytes if what the
-        other micro-batches of the wave would keep is more than a slot and a sum, and only then."""
-        if not (choice.turns or choice.richer_budget) or self._question.pins.turn_layers:
-            return True
+    def turning_is_smaller(self, choice: Choice) -> bool:
+        """Whether a layer that turns needs fewer bytes than one that keeps more for the whole wave: a slot and a sum, but not
+        what the wave's other micro-batches would keep."""
         others = max(self._cut(choice)[0] - 1.0, 0.0)
-        return choice.turns == (others * self._kept_by_layer(choice.rows) > self._turning_bytes[choice.resident])
+        return others * self._kept_by_layer(choice.rows) > self._turning_bytes[choice.resident]
 
     def _kept_by_layer(self, rows: int) -> float:
         """Bytes that one micro-batch keeps in the fullest layer where that costs no time."""

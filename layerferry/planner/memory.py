@@ -230,7 +230,7 @@ def in_layers(model: Model, plan: Plan, shape: Shape, working: Working) -> InLay
     hidden = total * tokens_of(plan, shape) * model.boundary
     layers, again = working.of_layers(model, plan), plan.num_rebuilt(model.num_layers)
     again = again if again > model.num_below else 0
-    first_turning = max(plan.first_turning(model.num_layers), model.num_below)
+    first_turning = plan.first_turning(model.num_layers, model.num_below)
     below, turning = layers[:first_turning], layers[first_turning:]
     stays = [_stays(model, plan, shape, working, index) for index in range(again)]
     kept = sum(stays) + sum(layer.kept for layer in below[again:])

@@ -25,14 +25,14 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, product
 
+from layerferry.config import Pins
 from layerferry.layout import FP32_PLANE
 from layerferry.plan import FREE_BUDGET, Plan
-from layerferry.planner.books import Books, Choice
+from layerferry.planner.books import Books
+from layerferry.planner.choice import Choice
 from layerferry.planner.problem import Key, Problem, device_budget, key_of
 
 BUDGETS = (1.0, 0.7, 0.3, 0.0)
-RICHER = FREE_BUDGET
-"""What the layers keep that keep more, under the compiler: it costs no time (``compute.RECOMPUTATION``)."""
 MOST_TOKENS = 32768
 """Of a micro-batch on CUDA: beyond, nothing gets faster."""
 LONG_ROW = 32768
@@ -87,8 +87,8 @@ def _search(question: Problem, keys: Collection[Key] | None) -> tuple[Plan, bool
     for number, choice in enumerate(chain(choices(question), _last_resort(question, queue))):
         if keys is not None and not _is_measured(choice, base, keys):
             continue
-        if _may_turn(question, choice) and not books.favours(choice):
-            continue
+        if choice.may_favour and _may_turn(question, choice) and choice.turns != books.turning_is_smaller(choice):
+            continue  # layers may keep more the other way, in fewer bytes
         may_fill = _may_fill(question, choice)
         least = 0 if may_fill or choice.inputs else books.least_short(choice)
         if least and (queue or (nearest is not None and least >= nearest[0])):
@@ -191,17 +191,22 @@ def choices(question: Problem) -> Iterator[Choice]:
                 if budget == max(budgets) and may_travel:
                     again = choice if "activation_budget" in pins else choice._replace(budget=_free_budget(question))
                     yield from _with_richer(question, again._replace(inputs=every))
-                    if shape.row_tokens > LONG_ROW and pins.mlp_chunk_tokens != 0 and not pins.richer_layers:
+                    if shape.row_tokens > LONG_ROW and pins.mlp_chunk_tokens != 0 and not _favours(pins):
                         again = again._replace(mlp_chunk=pins.mlp_chunk_tokens or MLP_CHUNK)
                         yield from (again._replace(inputs=one) for one in range(every + 1))
 
 
 def _last_resort(question: Problem, queue: Sequence[object]) -> Iterator[Choice]:
     """Where nothing has fitted by the time that these are asked for: every input @host, token-wise parts in chunks."""
-    if not queue and _may_travel(question) and question.pins.mlp_chunk_tokens is None and not question.pins.richer_layers:
+    if not queue and _may_travel(question) and question.pins.mlp_chunk_tokens is None and not _favours(question.pins):
         for choice in choices(question):
-            if choice.inputs == question.model.num_layers and not choice.mlp_chunk and not choice.richer_budget:
+            if choice.inputs == question.model.num_layers and not choice.mlp_chunk and not choice.may_favour:
                 yield choice._replace(mlp_chunk=SMALL_MLP_CHUNK)
+
+
+def _favours(pins: Pins) -> bool:
+    """Whether the user says that some layers keep more than others: then not every layer is computed again."""
+    return bool(pins.richer_layers or pins.turn_layers)
 
 
 def _with_richer(question: Problem, choice: Choice) -> Iterator[Choice]:
@@ -228,18 +233,17 @@ def _with_richer(question: Problem, choice: Choice) -> Iterator[Choice]:
 
 
 def _may_turn(question: Problem, choice: Choice) -> bool:
-    """Whether layers that turn could save anything: several micro-batches share a wave, and something is computed again."""
-    if question.machine.is_cpu or question.pins.turn_layers == 0 or question.pins.richer_layers or choice.parts > 1:
+    """Whether the plan may say how many layers turn, and they could save anything: several micro-batches share a wave, and
+    something is computed again."""
+    pins, micro_batches = question.pins, -(-question.shape.rows_per_step // choice.rows)
+    if question.machine.is_cpu or pins.turn_layers is not None or pins.richer_layers or choice.parts > 1:
         return False
-    if choice.inputs == 0 and choice.budget >= _free_budget(question):
-        return False
-    micro_batches = -(-question.shape.rows_per_step // choice.rows)
-    return micro_batches > choice.waves
+    return micro_batches > choice.waves and (choice.inputs > 0 or choice.budget < _free_budget(question))
 
 
 def _free_budget(question: Problem) -> float:
     """What layers keep that keep more: what costs no time."""
-    return RICHER if question.compiles else 1.0
+    return FREE_BUDGET if question.compiles else 1.0
 
 
 def _carry_choices(question: Problem, waves: int) -> list[tuple[bool, bool]]:

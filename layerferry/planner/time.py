@@ -162,7 +162,7 @@ def program(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Sha
         num_slots=plan.num_slots,
         num_slabs=plan.num_slabs,
         resident_gradients=plan.resident_gradients,
-        num_turning=model.num_layers - max(plan.first_turning(model.num_layers), model.num_below),
+        num_turning=model.num_layers - plan.first_turning(model.num_layers, model.num_below),
         num_below=model.num_below,
         on_arrival=plan.on_arrival,
         home_step_s=compute.home_step_s(sum(model.units[index].num_trained for index in home), machine)

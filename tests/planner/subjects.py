@@ -22,7 +22,8 @@ from layerferry.optim.adamw import AdamW
 from layerferry.optim.decay import decays
 from layerferry.optim.reference import ReferenceKernels
 from layerferry.plan import Plan
-from layerferry.planner.books import Books, Choice
+from layerferry.planner.books import Books
+from layerferry.planner.choice import Choice
 from layerferry.planner.facts import Model
 from layerferry.planner.held import DEVICE, HOST
 from layerferry.planner.machine import Machine, default_rates

@@ -85,6 +85,15 @@ def test_short_rows_are_chunked_only_where_nothing_else_fits() -> None:
         assert found and plan.mlp_chunk_tokens == chunk and plan.host_inputs == 28
 
 
+@pytest.mark.parametrize(("rows", "row_tokens", "device_gib"), [(8, 65536, 120), (8, 65536, 20), (8, 16384, 8)])
+def test_layers_that_are_to_turn_do_so_in_long_rows_too(rows: int, row_tokens: int, device_gib: float) -> None:
+    """In chunks every layer would be computed again, which is looked at unasked for long rows, and where nothing else fits."""
+    there = machine(device_gib=device_gib, host_gib=250)
+    plan, found = search(problem(qwen("qwen2.5-7b"), specs(), there, config(rows=rows, turn_layers=4), row_tokens))
+    assert found == (device_gib == 120)
+    assert plan.turn_layers == 4 and plan.first_turning(28) == 24
+
+
 def test_no_more_units_would_fit_at_home() -> None:
     question = ask(device_gib=60)
     books = Books(question)

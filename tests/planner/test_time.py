@@ -36,30 +36,11 @@ def batches() -> list[MicroBatch]:
 @pytest.mark.parametrize("waves", [1, 2, 4])
 @pytest.mark.parametrize("slots", [2, 3, 5])
 @pytest.mark.parametrize("home", [(), (0, 1, 2)])
-@pytest.mark.parametrize("turn", [1, 2, 4])
-def test_uploads_where_layers_turn(slots: int, waves: int, tied: bool, home: tuple[int, ...], turn: int) -> None:
+@pytest.mark.parametrize(("parts", "turn"), [(1, 0), (2, 0), (3, 0), (8, 0), (1, 1), (1, 2), (1, 4)])
+def test_uploads_are_those_of_the_feed(slots: int, waves: int, tied: bool, home: tuple[int, ...], parts: int, turn: int) -> None:
     built = skeleton("llama", num_hidden_layers=5, tie_word_embeddings=tied)
-    plan = Plan(
-        num_slots=max(slots, turn + 1),
-        num_waves=waves,
-        micro_batch_rows=1,
-        rows_per_step=4,
-        on_device=home,
-        turn_layers=turn,
-    )
-    assert uploaded_bytes(Model.of(built), plan, specs()) == uploaded_in_a_step(built, plan, batches())
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("waves", [1, 2, 4])
-@pytest.mark.parametrize("slots", [2, 3, 5])
-@pytest.mark.parametrize("home", [(), (0, 1, 2)])
-@pytest.mark.parametrize("parts", [1, 2, 3, 8])
-def test_uploads_are_those_of_the_feed(slots: int, waves: int, tied: bool, home: tuple[int, ...], parts: int) -> None:
-    built = skeleton("llama", num_hidden_layers=5, tie_word_embeddings=tied)
-    plan = Plan(
-        num_slots=slots, num_waves=waves, micro_batch_rows=1, rows_per_step=4, on_device=home, end_parts=1 if tied else parts
-    )
+    plan = Plan(num_slots=max(slots, turn + 1), num_waves=waves, micro_batch_rows=1, rows_per_step=4, on_device=home)
+    plan = replace(plan, end_parts=1 if tied else parts, turn_layers=turn)
     assert uploaded_bytes(Model.of(built), plan, specs()) == uploaded_in_a_step(built, plan, batches())
 
 
