@@ -5,6 +5,7 @@ PlanError: needs 212.4 GiB @host, 192.0 free: 20.4 short. at 14.0 B/param a mode
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 
@@ -16,7 +17,7 @@ from layerferry.plan import Plan, size_text
 from layerferry.planner.held import DEVICE, DISK, HOST, arrivals, disk_bytes, planes
 from layerferry.planner.host import ADDRESS_SPACE, LIFT
 from layerferry.planner.memory import plan_specs
-from layerferry.planner.problem import Problem, budget_source, needs
+from layerferry.planner.problem import FRAGMENTATION, Problem, budget_source, needs
 from layerferry.planner.search import search
 
 SHORTEST_ROW = 128
@@ -30,7 +31,8 @@ def shortfall(question: Problem, plan: Plan) -> str:
     missing = []
     for place, (needed, there) in needs(plan, question.machine).items():
         if needed > there:
-            kind = "free" if _reported(question, place) else f"allowed by {_budget_key(place)}"
+            holes = f", {FRAGMENTATION:.0%} left for holes" if place == DEVICE else ""
+            kind = "free" if _reported(question, place) else f"allowed by {_budget_key(place)}{holes}"
             missing.append(f"needs {size_text(needed)} {place}, {size_text(there)} {kind}: {size_text(needed - there)} short")
     remedies = "; ".join(_remedies(question, plan))
     return "; ".join(missing) + (f". {remedies}" if remedies else "")
@@ -99,7 +101,7 @@ def _unpinned(question: Problem) -> Iterator[str]:
 
 def _larger_device(question: Problem, needed: int) -> Iterator[str]:
     """The least device memory that is enough: what the plan that is least short needs."""
-    enough = round_up(needed, ROUNDED)
+    enough = round_up(math.ceil(needed / (1 - FRAGMENTATION)), ROUNDED)
     machine = replace(question.machine, device_available=enough, device_source="device_memory")
     if search(replace(question, machine=machine))[1]:
         yield f"device_memory: {size_text(enough)} is the least that is enough"

