@@ -118,7 +118,8 @@ class Backend(Protocol):
 
     def limit_memory(self, num_bytes: int | None) -> None:
         """From here on allocations that would take more than ``num_bytes`` from the device (None: than it has) fail with
-        ``torch.OutOfMemoryError``, what the allocator keeps unused included; nothing where bytes are not counted."""
+        ``torch.OutOfMemoryError``, what the allocator keeps unused included. It holds for the process; where bytes are not
+        counted it says nothing."""
         ...
 
     def drop_workspaces(self) -> None:

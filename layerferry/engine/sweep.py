@@ -23,13 +23,13 @@ from layerferry.engine.drain import Drain
 from layerferry.engine.ends_in_parts import BoundTables, EmbeddingParts, HeadParts
 from layerferry.engine.feed import Feed, Slot
 from layerferry.engine.gradients import add_gradients, gradients_of
-from layerferry.engine.held import Held
 from layerferry.engine.isolation import IsolationCheck
 from layerferry.engine.kept import KeptInputs
 from layerferry.engine.randomness import seed_of
 from layerferry.engine.router_loss import RouterLoss
 from layerferry.engine.tape import Tape
 from layerferry.engine.templates import Templates
+from layerferry.engine.turn import Held
 from layerferry.engine.wave import Pass, Wave
 from layerferry.layout import WEIGHT_PLANE, Plane
 from layerferry.models.embedding import EmbeddingTap

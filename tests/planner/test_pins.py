@@ -96,5 +96,7 @@ def test_gradient_checkpointing_off_keeps_everything() -> None:
 def test_a_pinned_plan_that_cannot_fit_is_refused_with_the_pin_named() -> None:
     shortfall = decide(ask(config(rows=128, activation_budget=1.0, num_waves=1), device_gib=44)).shortfall
     assert shortfall is not None
-    assert re.search(r"needs [\d.]+ GiB @device, 43\.1 GiB allowed by device_memory, 2% left for holes: [\d.]+ GiB short", shortfall)
+    assert re.search(
+        r"needs [\d.]+ GiB @device, 43\.1 GiB allowed by device_memory, 2% left for holes: [\d.]+ GiB short", shortfall
+    )
     assert "activation_budget: 0.0 instead of 1.0 fits" in shortfall
