@@ -127,6 +127,7 @@ class Drain:
         accumulator = Plane(piece.layout, FP32_PLANE, buffer)
         self._backend.touch(Lane.COMPUTE, writes=[buffer])
         if not carry:
+            self._forget_landed()
             accumulator.buffer.zero_()
         elif not pool.keeps:
             self._take_up(piece, accumulator)
@@ -156,6 +157,12 @@ class Drain:
             for at_home, in_piece in piece.stretches(grad.spec):
                 self._backend.copy(Lane.UPLOAD, slab.buffer[in_piece], grad.buffer[at_home])
         self._landed[piece.index, piece.number] = (slab, self._backend.record(Lane.UPLOAD))
+
+    def _forget_landed(self) -> None:
+        """What a wave that broke off did not take up is still read @host, and this step writes there."""
+        for _, arrival in self._landed.values():
+            self._backend.wait(Lane.COMPUTE, arrival)
+        self._landed.clear()
 
     def _take_up(self, piece: Piece, accumulator: Plane) -> None:
         slab, arrival = self._landed.pop((piece.index, piece.number))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from layerferry.backends.chaos import ChaosBackend
 from layerferry.engine.engine import Engine
 from layerferry.layout import GRAD
-from layerferry.objectives import OnHidden
+from layerferry.objectives import OnHidden, OnLogits
 from layerferry.plan import Plan
 from tests.conformance.harness import gradients, make_engine, micro_batches
-from tests.engine.small import small_model
+from tests.engine.small import same, small_model, state
 
 
 def engine_of(*, fp32: bool = True, num_slabs: int = 1, num_waves: int = 1, carry_fp32: bool = False) -> Engine:
@@ -106,3 +107,22 @@ def test_every_gradient_travels_once_per_wave() -> None:
         total = sum(unit.layout.bytes(engine.store.specs[GRAD]) for unit in engine.store.units)
         assert engine.drain.drained_bytes == num_waves * total
         engine.close()
+
+
+@pytest.mark.parametrize("turn_layers", [0, 2])
+def test_a_wave_that_broke_off_leaves_nothing_on_its_way_to_the_next_step(turn_layers: int) -> None:
+    """Gradients to be carried on are being read @host when the second wave's loss fails; the next step writes there. Slots for
+    all weights, so that no upload of theirs orders the two by chance."""
+    model = small_model(tie_word_embeddings=True)
+    plan = Plan(fp32=True, num_slots=3, num_slabs=1, num_waves=2, carry_fp32=True, turn_layers=turn_layers)
+    found, divisors = [], iter((1, 0))
+    failing = OnLogits(lambda logits, labels: logits.sum() / (1 // next(divisors)))
+    for fails in (False, True):
+        engine = make_engine(model, plan, backend=ChaosBackend(eagerness=0.0))
+        if fails:
+            with pytest.raises(ZeroDivisionError):
+                engine.step(micro_batches(), failing, lr=1e-2)
+        engine.step(micro_batches(), lr=1e-2)
+        found.append(state(engine))
+        engine.close()
+    assert same(*found)
