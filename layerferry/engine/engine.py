@@ -129,7 +129,7 @@ class Engine:
                 "(flash_attn: auto on CUDA), so what it gives cannot be kept: set kept_attention to 0"
             )
         depth = (len(skeleton.layer_units), skeleton.reach.num_below)
-        refuse_turning(store.units, plan)
+        refuse_turning(store.units, plan, depth[1])
         self.kept = KeptInputs(backend, self.clock, input_sizes(plan, skeleton.boundary, *depth))
         ends = (EmbeddingParts.of(*lanes, first), self._head_parts)
         self._sweep = Sweep(*lanes, self.kept, templates, plan.first_turning(*depth), plan.chunk_tokens, IsolationCheck(), *ends)

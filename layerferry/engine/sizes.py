@@ -60,15 +60,17 @@ def pieces_of(unit: Unit, plan: Plan) -> tuple[Piece, ...]:
     return (unit,) if whole else divide(unit, plan.end_parts)
 
 
-def turning_layers(units: Sequence[Unit], plan: Plan) -> list[Unit]:
-    """Of all ``units`` of a model, the layers that turn with the head and do not live @device."""
+def turning_layers(units: Sequence[Unit], plan: Plan, num_below: int = 0) -> list[Unit]:
+    """Of all ``units`` of a model, the layers that turn with the head and do not live @device; the first ``num_below``, which
+    the backward does not come to, do not."""
     layers = [unit for unit in units if unit.is_layer]
-    return [unit for unit in layers[plan.first_turning(len(layers)) :] if unit.index not in plan.on_device]
+    return [unit for unit in layers[plan.first_turning(len(layers), num_below) :] if unit.index not in plan.on_device]
 
 
-def refuse_turning(units: Sequence[Unit], plan: Plan) -> None:
+def refuse_turning(units: Sequence[Unit], plan: Plan, num_below: int) -> None:
     """Raise ``PlanError`` where layers cannot turn as ``plan`` has it."""
-    turning, travelling = turning_layers(units, plan), [u for u in units if u.is_layer and u.index not in plan.on_device]
+    turning = turning_layers(units, plan, num_below)
+    travelling = [unit for unit in units if unit.is_layer and unit.index not in plan.on_device]
     needed = min(len(turning) + 1, len(travelling))
     if turning and plan.num_slots < needed:
         raise PlanError(

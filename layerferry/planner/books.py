@@ -121,11 +121,12 @@ class Books:
             return choice
         pins, model = self._question.pins, self._question.model
         favour, pinned = (self.turning, pins.turn_layers) if choice.turns else (self._keeping, pins.richer_layers)
+        there = model.num_layers - (model.num_below if choice.turns else 0)
         if pinned is not None:
-            return favour(choice, min(pinned, model.num_layers))
-        most = model.num_layers - (choice.inputs if "host_inputs" in pins else 0)
+            return favour(choice, min(pinned, there))
+        most = min(there, model.num_layers - (choice.inputs if "host_inputs" in pins else 0))
         if choice.turns:
-            most = min(most, model.num_layers - model.num_below, choice.slots - 1 if "num_slots" in pins else most)
+            most = min(most, choice.slots - 1 if "num_slots" in pins else most)
         return favour(choice, _most(lambda layers: not self.short(favour(choice, layers)), 0, most))
 
     def _attention_kept(self, choice: Choice) -> Choice:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from layerferry.backends.base import Backend
 from layerferry.config import Config
+from layerferry.engine.sizes import refuse_turning
 from layerferry.errors import PlanError
 from layerferry.layout import GRAD, PlaneSpec
 from layerferry.models.skeleton import Skeleton
@@ -74,7 +75,8 @@ def choose_for(skeleton: Skeleton, optimizer: Optimizer, config: Config, backend
 
 
 def decide(question: Problem, measure: Measure | None = None) -> Decision:
-    """The fastest plan that fits, or the one that is least short, with its shortfall."""
+    """The fastest plan that fits, or the one that is least short, with its shortfall. Raises ``PlanError`` where pinned slots are
+    too few for the layers that turn."""
     plan, found = search(question)
     for _ in range(MOST_MEASUREMENTS if measure is not None else 0):
         if not found or plan.calibrated:
@@ -92,6 +94,7 @@ def decide(question: Problem, measure: Measure | None = None) -> Decision:
     if found and not plan.calibrated and question.measured:
         plan = _measured_or(question, plan)
     if found:
+        refuse_turning(question.model.units, plan, question.model.num_below)  # as the engine will, but before weights are read
         return Decision(plan=with_notes(question, plan), shortfall=None, question=question)
     if plan.on_device or plan.on_disk:  # not even all places together have room: what is said is what the host lacks
         at_home = plan.on_device if "device_units" in question.pins else ()

@@ -109,3 +109,13 @@ def test_what_the_layers_keep() -> None:
     assert [level.activation_budget for level in plan.levels] == [0.0, 0.7]
     assert replace(plan, richer_layers=1, richer_budget=0.5).layer_budgets(4) == (0.0, 0.5, 0.7, 0.7)
     assert replace(plan, kept_attention=1).first_turning(4) == 4
+
+
+def test_frozen_layers_that_the_backward_does_not_come_to_need_no_slots() -> None:
+    """All four layers are to turn, but only the last can: two slots do."""
+    model = small_model(layers=4)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.3." in name)
+    expected = run(BASE, model=model)
+    seen, left = run(replace(BASE, turn_layers=4, num_slots=2), chaos=8, model=model)
+    assert seen == expected[0] and same(left, expected[1])

@@ -100,3 +100,16 @@ def test_a_pinned_plan_that_cannot_fit_is_refused_with_the_pin_named() -> None:
         r"needs [\d.]+ GiB @device, 43\.1 GiB allowed by device_memory, 2% left for holes: [\d.]+ GiB short", shortfall
     )
     assert "activation_budget: 0.0 instead of 1.0 fits" in shortfall
+
+
+@pytest.mark.parametrize(("num_slots", "units", "refused"), [(2, 0, True), (3, 0, False), (2, 27, False)])
+def test_slots_that_are_too_few_for_layers_that_turn_are_refused_before_weights_are_read(
+    num_slots: int, units: int, refused: bool
+) -> None:
+    """The prologue and 26 of 28 layers @device: the last two turn, and two slots do."""
+    given = config(rows=16, turn_layers=2, num_slots=num_slots, device_units=units)
+    if refused:
+        with pytest.raises(PlanError, match="num_slots: 2: the 2 layers that turn hold one each"):
+            decide(ask(given))
+    else:
+        assert decide(ask(given)).plan.turn_layers == 2
