@@ -10,8 +10,8 @@ whatever the compute lane stands still for is booked on updates or on copies. Tw
 
 Kept inputs go down and come back micro-batch by micro-batch, at most ``LEAVING`` and ``LANDINGS`` at a time: over a layer, the
 slower of compute and copies sets the pace.
-Of layers that turn with the head the first micro-batch waits for the updates, one layer's forward after the other, and the last
-one's backward is what their gradients travel behind.
+Of layers that turn with the head the first micro-batch waits for the updates, one layer's forward after the other, and in its
+backward for gradients that are carried on; the last one's backward is what their gradients travel behind.
 Ends in parts share two slots, which ``EndSlots`` fills as the feed does. The disk is a lane of its own (``disk_lane.py``), and a
 step is not over before the ring is as full as the next one finds it.
 
@@ -177,7 +177,8 @@ class _Run:
         if carry:
             self._expect()
         again = (micro_batches - one) * sum(layer.forward + layer.backward for layer in turning)
-        self._head(micro_batches, carry=carry, last=last, again=again)
+        summed = range(self.first_turning, len(self.program.layers)) if carry and micro_batches > 1 else range(0)
+        self._head(micro_batches, carry=carry, last=last, again=again, summed=summed)
         for index in reversed(range(self.program.num_below, len(self.program.layers))):
             layer = self.program.layers[index]
             own = micro_batches if index < self.first_turning else one
@@ -188,7 +189,7 @@ class _Run:
             place -= 1
             if index < self.first_turning:
                 self._feed(index)
-            self._take_up(index, carry=carry)
+            self._take_up(index, carry=carry and index not in summed)
             self._backward(layer, own)
             self._send_down(index, last=last)
             if place - slots >= self.below:
@@ -270,12 +271,22 @@ class _Run:
         self.compute += seconds
         self._begin_uploads(self.end_slots.used(self.compute))
 
-    def _head(self, micro_batches: float, *, carry: bool, last: bool, again: float) -> None:
-        """``again``: seconds of all micro-batches but one in the layers that turn with it."""
+    def _head(self, micro_batches: float, *, carry: bool, last: bool, again: float, summed: range) -> None:
+        """``again``: seconds of all micro-batches but one in the layers that turn with it; of those ``summed`` the first
+        micro-batch's backward waits for what is carried on."""
         head = self.program.head
         if len(head) == 1:
             self._take_up(self.head[0], carry=carry)
-            self._use_end(self.head[0], micro_batches * head[0].forward + again)
+            seconds = micro_batches * head[0].forward + again
+            if summed:
+                self._feed(self.head[0])
+                self.compute += head[0].forward
+                seconds -= head[0].forward
+            for index in reversed(summed):
+                self._take_up(index, carry=True)
+                self.compute += self.program.layers[index].backward
+                seconds -= self.program.layers[index].backward
+            self._use_end(self.head[0], seconds)
             if not self.program.tied:
                 self._send_down(self.head[0], last=last)
             return

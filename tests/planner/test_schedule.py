@@ -63,6 +63,15 @@ def test_gradients_of_layers_that_turn_travel_behind_the_last_micro_batch() -> N
     assert step(replace(FREE, send=2.0), num_turning=LAYERS, num_slots=LAYERS) == Waits(0.0, 0.0)
 
 
+def test_the_first_micro_batch_of_layers_that_turn_waits_for_what_is_carried_on() -> None:
+    """12 s each from when the second wave has used the embedding, whose slot the head's weights come to; the first layer's is
+    needed after one micro-batch's L forwards and all backwards but its own. The three micro-batches after that hide nothing."""
+    found = step(replace(FREE, bring=12.0), num_turning=LAYERS, num_slots=LAYERS, waves=[4.0, 4.0])
+    needed = LAYERS + 2.0 * (LAYERS - 1)
+    assert found.copies == pytest.approx(12.0 * LAYERS - needed)
+    assert found.updates == 0.0
+
+
 def test_the_first_unit_waits_for_its_gradient_its_update_and_its_upload() -> None:
     found = step(end=replace(END, update=3.0, send=2.0, upload=1.0), num_slots=LAYERS)
     assert found.updates == pytest.approx(2.0 + 3.0 + 1.0)
