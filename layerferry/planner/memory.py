@@ -23,7 +23,8 @@ layers, D hidden):
   inputs and stay, or are the head's and go with it. Going down, one micro-batch's whole graph is there with its transients,
   beside the landings;
 - layers that turn with the head keep nothing for the others' phases but their slots and sums. At the turn one micro-batch's
-  graphs of them all are there beside what the others keep, and head and loss come on top of those;
+  graphs of them all are there beside what the others keep, and head and loss come on top of those; where no layer below keeps
+  anything, a micro-batch's gradient takes the place of what it came with;
 - the prologue's backward and the drains' casts are smaller than any of these and are not counted.
 
 The total is the largest of the phases; ``items`` lists what is alive in that phase. Exact means: a test holds it equal to
@@ -222,6 +223,8 @@ class InLayers:
     """Some layers' inputs are waited for, or computed from."""
     at_turn: int
     """Of one micro-batch, in the layers that turn with the head."""
+    replaced: int
+    """Hidden states of others that their gradients have taken the place of at the turn, where no layer below keeps them."""
     phases: Mapping[str, Phase]
 
 
@@ -236,10 +239,12 @@ def in_layers(model: Model, plan: Plan, shape: Shape, working: Working) -> InLay
     kept = sum(stays) + sum(layer.kept for layer in below[again:])
     gradients = hidden + total * working.router_gradients
     phases = _phases(below, stays, total, gradients, hidden)
+    replaced = 0
     if turning:
-        waiting = hidden if again and again == first_turning else 0  # what comes to the turn is no layer's of those that keep
-        phases["turn of the last layers"] = Phase(waiting, gradients, _in_turn(turning))
-    return InLayers(kept, again > 0, sum(layer.kept for layer in turning), phases)
+        unkept = first_turning == max(again, model.num_below)  # what comes to the turn is no layer's of those that keep
+        replaced = hidden - hidden // total if unkept else 0
+        phases["turn of the last layers"] = Phase(hidden if again and unkept else 0, gradients - replaced, _in_turn(turning))
+    return InLayers(kept, again > 0, sum(layer.kept for layer in turning), replaced, phases)
 
 
 def fullest(model: Model, plan: Plan, shape: Shape, working: Working, layers: InLayers) -> list[tuple[str, int]]:
@@ -251,7 +256,7 @@ def fullest(model: Model, plan: Plan, shape: Shape, working: Working, layers: In
     first = total * working.prologue_kept - away
     between = total * (working.head_kept + working.router_gradients) if working.head_kept else gradients
     head = max(working.head_peak - between // total, _rounded_at_home(model, plan))  # its peak has a micro-batch's share in it
-    phases = {**layers.phases, "head and loss": Phase(away, between, layers.at_turn + head)}
+    phases = {**layers.phases, "head and loss": Phase(away, between - layers.replaced, layers.at_turn + head)}
     if shape.evaluates:
         alive = gradients + total * (working.prologue_kept + working.head_kept) + working.evaluation_peak
         phases["head of an evaluation"] = Phase(0, 0, alive - total * layers.kept - first)

@@ -155,6 +155,12 @@ def step_peak(built: Any, backend: CountingBackend, plan: Plan, batches: list[Mi
         ("llama", {"turn_layers": 3, "num_slots": 4, "activation_budget": 0.0, "micro_batch_rows": 1}, {"vocab_size": 64}),
         ("llama", {"turn_layers": 2, "host_inputs": 2, "num_waves": 2, "num_slots": 4}, {"intermediate_size": 1024}),
         ("mixtral", {"turn_layers": 4, "num_slots": 4}, BALANCED),
+        ("llama", {"turn_layers": 4, "num_slots": 4, "micro_batch_rows": 1}, {"vocab_size": 64, "intermediate_size": 64}),
+        (
+            "llama",
+            {"turn_layers": 2, "host_inputs": 2, "micro_batch_rows": 1, "activation_budget": 0.0},
+            {"vocab_size": 64, "intermediate_size": 64},
+        ),
         ("llama", {"num_waves": 2}, {"tie_word_embeddings": True}),
         ("llama", {"micro_batch_rows": 1}, {"vocab_size": 64, "intermediate_size": 512}),
         ("llama", {"chunk_tokens": 32}, {}),
