@@ -96,6 +96,8 @@ def _search(question: Problem, keys: Collection[Key] | None) -> tuple[Plan, bool
         found, short = books.furnished(choice)
         if short and may_fill and (filled := books.filled(found)) is not None:
             found, short = filled, 0
+        if keys is not None and not _is_measured(found, base, keys):
+            continue  # layers that keep more, or turn, have a budget of their own
         if not short:
             compute_s = books.compute_s(found) if found.disk else 0.0
             queue.append((books.least_seconds(found) * _handicap(question, found), compute_s, number, found))

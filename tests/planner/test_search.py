@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from layerferry.planner.books import Books
-from layerferry.planner.problem import Problem, problem
+from layerferry.planner.problem import Problem, key_of, problem
 from layerferry.planner.search import INEXACT, MOST_ROW_CHOICES, PARTS, _base, choices, divisors, is_exact, search
 from tests.planner.subjects import books_beside_the_table, config, machine, qwen, specs
 
@@ -129,6 +129,18 @@ def test_layers_that_keep_more_fill_the_device_and_are_faster() -> None:
         assert books.device(choice._replace(home=0, richer=choice.richer + 1)) > 90 * 2**30
         leaner = choice._replace(richer=0)
         assert question.seconds(choice.on(base)).compute < question.seconds(leaner.on(base)).compute
+
+
+def test_what_is_said_to_be_measured_is_so_for_layers_that_turn_too() -> None:
+    """Of the fastest plan's two budgets only that of most layers was measured: then none may turn."""
+    question = ask(rows=128, device_gib=60)
+    plan, _ = search(question)
+    own, free = plan.levels
+    measured = {key_of(own): question.working(own)}
+    found, fits = search(question.having(measured), keys=measured)
+    assert fits and plan.turn_layers and not found.turn_layers and {key_of(level) for level in found.levels} == set(measured)
+    measured[key_of(free)] = question.working(free)
+    assert search(question.having(measured), keys=measured)[0].turn_layers
 
 
 def test_every_choice_is_a_different_one() -> None:
