@@ -134,6 +134,7 @@ def test_layers_that_keep_more_fill_the_device_and_are_faster() -> None:
 def test_what_is_said_to_be_measured_is_so_for_layers_that_turn_too() -> None:
     """Of the fastest plan's two budgets only that of most layers was measured: then none may turn."""
     question = ask(rows=128, device_gib=60)
+    question = replace(question, pins=replace(question.pins, micro_batch_rows=32, num_waves=1, device_units=0, chunk_tokens=4096))
     plan, _ = search(question)
     own, free = plan.levels
     measured = {key_of(own): question.working(own)}
