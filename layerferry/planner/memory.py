@@ -22,9 +22,8 @@ layers, D hidden):
   state each, and those on their way down (``LEAVING``) are held beside them; the last such layer's outputs are the next one's
   inputs and stay, or are the head's and go with it. Going down, one micro-batch's whole graph is there with its transients,
   beside the landings;
-- layers that turn with the head keep nothing for the others' phases but their slots and sums. At the turn one micro-batch's
-  graphs of them all are there beside what the others keep, and head and loss come on top of those; where no layer below keeps
-  anything, a micro-batch's gradient takes the place of what it came with;
+- layers that turn with the head keep nothing for the others' phases. At the turn one micro-batch's graphs of them all are there
+  beside what the others keep, head and loss on top; where no layer below keeps anything, gradients take the place of inputs;
 - the prologue's backward and the drains' casts are smaller than any of these and are not counted.
 
 The total is the largest of the phases; ``items`` lists what is alive in that phase. Exact means: a test holds it equal to
@@ -224,7 +223,7 @@ class InLayers:
     at_turn: int
     """Of one micro-batch, in the layers that turn with the head."""
     replaced: int
-    """Hidden states of others that their gradients have taken the place of at the turn, where no layer below keeps them."""
+    """Hidden states that gradients have taken the place of at the turn, where no layer below keeps them."""
     phases: Mapping[str, Phase]
 
 
@@ -236,13 +235,11 @@ def in_layers(model: Model, plan: Plan, shape: Shape, working: Working) -> InLay
     first_turning = plan.first_turning(model.num_layers, model.num_below)
     below, turning = layers[:first_turning], layers[first_turning:]
     stays = [_stays(model, plan, shape, working, index) for index in range(again)]
-    kept = sum(stays) + sum(layer.kept for layer in below[again:])
-    gradients = hidden + total * working.router_gradients
+    kept, gradients = sum(stays) + sum(layer.kept for layer in below[again:]), hidden + total * working.router_gradients
     phases = _phases(below, stays, total, gradients, hidden)
-    replaced = 0
+    unkept = first_turning == max(again, model.num_below)  # what comes to the turn is no layer's of those that keep
+    replaced = hidden - hidden // total if turning and unkept else 0
     if turning:
-        unkept = first_turning == max(again, model.num_below)  # what comes to the turn is no layer's of those that keep
-        replaced = hidden - hidden // total if unkept else 0
         phases["turn of the last layers"] = Phase(hidden if again and unkept else 0, gradients - replaced, _in_turn(turning))
     return InLayers(kept, again > 0, sum(layer.kept for layer in turning), replaced, phases)
 
