@@ -28,7 +28,7 @@ from layerferry.planner.choose import Decision, decide
 from layerferry.planner.facts import Model
 from layerferry.planner.held import DEVICE, DISK, HOST
 from layerferry.planner.machine import Machine, machine_for
-from layerferry.planner.problem import Problem, budget_source, needs, problem
+from layerferry.planner.problem import FRAGMENTATION, Problem, budget_source, needs, problem
 from layerferry.store.store import plane_specs
 
 WIDTH = 100
@@ -141,7 +141,11 @@ def _choices(plan: Plan, pins: Pins) -> str:
             if plan.richer_layers
             else []
         ),
-        *([("turn_layers", str(plan.turn_layers), "the last layers go up and down at once")] if plan.turn_layers else []),
+        *(
+            [("turn_layers", str(plan.turn_layers), "the last layers: a micro-batch comes back down before the next goes up")]
+            if plan.turn_layers
+            else []
+        ),
         *([("host_inputs", str(plan.host_inputs), "layers are computed again from inputs @host")] if plan.host_inputs else []),
         *(
             [("mlp_chunk_tokens", str(plan.mlp_chunk_tokens), "tokens that an MLP sees at a time; every layer is computed again")]
@@ -170,7 +174,12 @@ def _parts(plan: Plan) -> str:
 
 def _waves(plan: Plan) -> str:
     if plan.num_waves == 1:
-        return "every weight travels up twice a step, every gradient down once"
+        twice = (
+            "weights travel up once a step where layers turn, else twice"
+            if plan.turn_layers
+            else "every weight travels up twice a step"
+        )
+        return f"{twice}, every gradient down once"
     if plan.resident_gradients:
         return "gradients are summed @device and travel down once"
     return f"gradients are carried between waves in {'fp32' if plan.carry_fp32 or plan.fp32 else 'bf16'}"
@@ -199,7 +208,8 @@ def _bytes(plan: Plan, question: Problem) -> str:
 def _against(needed: int, there: int, machine: Machine, place: str) -> str:
     what = "needed, both places in one memory" if machine.one_memory and place == HOST else "needed"
     verdict = f"{(there - needed) / GIB:.2f} left" if needed <= there else f"{(needed - there) / GIB:.2f} SHORT"
-    return f"  {what:<44} {needed / GIB:9.2f} GiB   of {there / GIB:.2f} ({budget_source(machine, place)}): {verdict}"
+    holes = f", {FRAGMENTATION:.0%} left for holes" if place == DEVICE else ""
+    return f"  {what:<44} {needed / GIB:9.2f} GiB   of {there / GIB:.2f} ({budget_source(machine, place)}{holes}): {verdict}"
 
 
 def _bar(num_bytes: int, total: int) -> str:
