@@ -28,7 +28,7 @@ from layerferry.planner.choose import Decision, decide
 from layerferry.planner.facts import Model
 from layerferry.planner.held import DEVICE, DISK, HOST
 from layerferry.planner.machine import Machine, machine_for
-from layerferry.planner.problem import FRAGMENTATION, Problem, budget_source, needs, problem
+from layerferry.planner.problem import Problem, budget_source, needs, problem
 from layerferry.store.store import plane_specs
 
 WIDTH = 100
@@ -175,7 +175,7 @@ def _parts(plan: Plan) -> str:
 def _waves(plan: Plan) -> str:
     if plan.num_waves == 1:
         twice = (
-            "weights travel up once a step where layers turn, else twice"
+            "weights travel up twice a step (once: layers that turn)"
             if plan.turn_layers
             else "every weight travels up twice a step"
         )
@@ -208,8 +208,7 @@ def _bytes(plan: Plan, question: Problem) -> str:
 def _against(needed: int, there: int, machine: Machine, place: str) -> str:
     what = "needed, both places in one memory" if machine.one_memory and place == HOST else "needed"
     verdict = f"{(there - needed) / GIB:.2f} left" if needed <= there else f"{(needed - there) / GIB:.2f} SHORT"
-    holes = f", {FRAGMENTATION:.0%} left for holes" if place == DEVICE else ""
-    return f"  {what:<44} {needed / GIB:9.2f} GiB   of {there / GIB:.2f} ({budget_source(machine, place)}{holes}): {verdict}"
+    return f"  {what:<44} {needed / GIB:9.2f} GiB   of {there / GIB:.2f} ({budget_source(machine, place)}): {verdict}"
 
 
 def _bar(num_bytes: int, total: int) -> str:

@@ -77,7 +77,7 @@ def test_layers_that_turn_have_slots_under_every_smaller_plan(home: int, turn: i
     travelling = sum(unit.is_layer for unit in units[home:])
     plan = replace(plan, num_slots=min(turn + 2, travelling))
     for one in (plan, *_neighbours(plan)):
-        refuse_turning(units, one)
+        refuse_turning(units, one, 0)
         assert one.num_slots <= plan.num_slots
 
 
