@@ -31,7 +31,7 @@ TIMES = re.compile(
 
 ENGINES = {
     "streamed": EngineConfig(device="cpu", num_slots=2, num_slabs=1),
-    "resident": EngineConfig(device="cpu", num_slots=4, num_slabs=3, activation_budget=0.0),
+    "resident": EngineConfig(device="cpu", num_slots=4, num_slabs=3, activation_budget=0.0, turn_layers=1),
     "disk": EngineConfig(device="cpu", num_slots=2, disk_memory=1 << 20, disk_units=3),
     "threads": EngineConfig(device="cpu", num_slots=3, optimizer_threads=2),
 }
