@@ -27,7 +27,8 @@ from layerferry.optim.reference import ReferenceKernels
 from layerferry.plan import GIB, Plan
 from layerferry.planner.facts import Model
 from layerferry.planner.held import DEVICE, arrival_bytes, planes, unit_bytes
-from layerferry.planner.memory import Shape, items
+from layerferry.planner.memory import items
+from layerferry.planner.working import Shape
 from layerferry.store.store import plane_specs
 
 PAGE = Path(__file__).parents[1] / "docs" / "memory.md"

@@ -18,11 +18,13 @@ from layerferry.plan import Plan
 from layerferry.planner import compute
 from layerferry.planner.choice import Choice
 from layerferry.planner.disk_books import DiskBooks
+from layerferry.planner.estimate import estimate
 from layerferry.planner.held import DEVICE, HOST, arrival_bytes, unit_bytes
-from layerferry.planner.memory import InLayers, Working, buffers, estimate, fullest, in_layers, plan_specs
+from layerferry.planner.memory import InLayers, buffers, fullest, in_layers, plan_specs
 from layerferry.planner.problem import ESTIMATE_MARGIN, Problem, places
 from layerferry.planner.time import layer_uploads, waves_of
 from layerferry.planner.updates import orthogonal_s, update_s
+from layerferry.planner.working import Working
 
 
 class _Weights:

@@ -53,7 +53,7 @@ from layerferry.models.tables import standing_in
 from layerferry.objectives import CrossEntropy, Head
 from layerferry.objectives.head_in_parts import Tokens
 from layerferry.plan import GIB, Plan
-from layerferry.planner.memory import LayerBytes, Shape, Working
+from layerferry.planner.working import LayerBytes, Shape, Working
 from layerferry.units import Piece
 from layerferry.version import VERSION
 

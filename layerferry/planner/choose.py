@@ -23,11 +23,12 @@ from layerferry.planner import calibrate
 from layerferry.planner.facts import Model
 from layerferry.planner.held import DISK, HOST, arrivals, unit_bytes
 from layerferry.planner.machine import Machine, machine_for
-from layerferry.planner.memory import Shape, Working, plan_specs
+from layerferry.planner.memory import plan_specs
 from layerferry.planner.problem import ESTIMATE_MARGIN, Problem, key_of, needs, problem
 from layerferry.planner.rate import GUESS
 from layerferry.planner.remedies import shortfall
 from layerferry.planner.search import is_exact, search
+from layerferry.planner.working import Shape, Working
 from layerferry.store.store import TRAVELLING, plane_specs
 
 MOST_MEASUREMENTS = 2

@@ -20,7 +20,7 @@ from layerferry.plan import Plan
 from layerferry.planner.facts import Model
 from layerferry.planner.flops import FORWARD_SHARE
 from layerferry.planner.machine import Machine
-from layerferry.planner.memory import Shape, tokens_of
+from layerferry.planner.working import Shape, tokens_of
 
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.8, 0.56
 """Of the rate of matrix products at which attention runs, by the FLOPs of ``flops.py``: cuDNN's kernels reach 440 to 635 TFLOP/s

@@ -40,104 +40,11 @@ from functools import lru_cache
 from layerferry.engine.sizes import LEAVING, DeviceSizes, device_sizes, input_sizes, micro_batches_of_wave
 from layerferry.layout import FP32_PLANE, GRAD, PlaneSpec
 from layerferry.plan import Item, Plan
-from layerferry.planner.facts import Kept, Model
+from layerferry.planner.estimate import estimated
+from layerferry.planner.facts import Model
 from layerferry.planner.held import DEVICE, HOST, arrivals, planes
 from layerferry.planner.updates import room_for_updates
-
-TRANSIENT_ACTIVATIONS = 3
-"""Widest activations alive at once beside what is kept: estimate, gate and up projections and their product."""
-FUSED_LOGITS = 2
-"""Chunks of logits alive at once in the fused head: the logits and their slope."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """What a step is made of, whatever the plan."""
-
-    row_tokens: int
-    rows_per_step: int
-    isolated: bool = False
-    """Packed samples that must not see each other: dense masks."""
-    packed: bool = False
-    evaluates: bool = False
-    fused_head: bool = False
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.rows_per_step * self.row_tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerBytes:
-    """One layer, one micro-batch: what its forward leaves; peaks above the level before its forward, and before its backward."""
-
-    kept: int
-    forward_peak: int
-    backward_peak: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Working:
-    """Bytes of one micro-batch's activations. ``layers`` by behaviour; ``evaluation_peak`` of the head without gradient."""
-
-    prologue_kept: int
-    layers: tuple[LayerBytes, ...]
-    head_peak: int
-    evaluation_peak: int
-    head_kept: int = 0
-    """What a micro-batch keeps between the parts of a head that is in parts; ``head_peak`` includes it."""
-    router_gradients: int = 0
-    """Of the load-balancing loss by router logits: they wait for the layers' backward."""
-    workspaces: int = 0
-    measured: bool = False
-    layer_s: tuple[tuple[float, float], ...] = ()
-    """Seconds of (forward, backward) by behaviour, where they were taken with the bytes."""
-    others: tuple[tuple[LayerBytes, ...], ...] = ()
-    """``layers`` under the further budgets of ``Plan.levels``."""
-
-    def beside(self, others: Sequence[Working]) -> Working:
-        """This one, for a plan whose further levels keep what ``others`` do."""
-        return replace(
-            self,
-            others=tuple(other.layers for other in others),
-            head_peak=max(self.head_peak, *(other.head_peak for other in others)),
-            head_kept=max(self.head_kept, *(other.head_kept for other in others)),
-            workspaces=max(self.workspaces, *(other.workspaces for other in others)),
-            measured=self.measured and all(other.measured for other in others),
-        )
-
-    def of_layers(self, model: Model, plan: Plan) -> list[LayerBytes]:
-        """In layer order. Layers below everything that is trained keep nothing: their output takes the place of their input."""
-        levels = zip((level.activation_budget for level in plan.levels), (self.layers, *self.others), strict=True)
-        by_budget = dict(levels)
-        budgets = plan.layer_budgets(model.num_layers)
-        layers = [by_budget[budget][behaviour] for budget, behaviour in zip(budgets, model.behaviours, strict=True)]
-        below = [LayerBytes(kept=0, forward_peak=one.forward_peak, backward_peak=0) for one in layers[: model.num_below]]
-        return [*below, *layers[model.num_below :]]
-
-    def times(self, measured: Working, estimated: Working) -> Working:
-        """This estimate, each number multiplied by how far ``measured`` was from the ``estimated`` of another shape."""
-
-        def scaled(own: int, truth: int, guess: int) -> int:
-            return own if not guess else own * truth // guess
-
-        layers = tuple(
-            LayerBytes(
-                kept=scaled(own.kept, truth.kept, guess.kept),
-                forward_peak=scaled(own.forward_peak, truth.forward_peak, guess.forward_peak),
-                backward_peak=scaled(own.backward_peak, truth.backward_peak, guess.backward_peak),
-            )
-            for own, truth, guess in zip(self.layers, measured.layers, estimated.layers, strict=True)
-        )
-        return Working(
-            prologue_kept=scaled(self.prologue_kept, measured.prologue_kept, estimated.prologue_kept),
-            layers=layers,
-            head_peak=scaled(self.head_peak, measured.head_peak, estimated.head_peak),
-            head_kept=scaled(self.head_kept, measured.head_kept, estimated.head_kept),
-            evaluation_peak=scaled(self.evaluation_peak, measured.evaluation_peak, estimated.evaluation_peak),
-            router_gradients=scaled(measured.router_gradients, self.prologue_kept, estimated.prologue_kept),
-            workspaces=measured.workspaces,
-        )
+from layerferry.planner.working import LayerBytes, Shape, Working, tokens_of
 
 
 def plan_specs(specs: Mapping[str, PlaneSpec], plan: Plan) -> dict[str, PlaneSpec]:
@@ -150,7 +57,7 @@ def items(
 ) -> tuple[Item, ...]:
     """The byte table of ``plan``; ``working`` None: estimated."""
     specs = plan_specs(specs, plan)
-    working = working or estimate(model, plan, shape)
+    working = working or estimated(model, plan, shape)
     home = frozenset(plan.on_device)
     return (
         *planes(model, specs, home, frozenset(plan.on_disk), keeps_gradients=not plan.on_arrival),
@@ -330,71 +237,3 @@ def _in_turn(layers: Sequence[LayerBytes]) -> int:
         below += layer.kept
         most = max(most, below + layer.backward_peak)
     return most
-
-
-def tokens_of(plan: Plan, shape: Shape) -> int:
-    """Tokens of a full micro-batch."""
-    return min(plan.micro_batch_rows, shape.rows_per_step) * shape.row_tokens
-
-
-def estimate(model: Model, plan: Plan, shape: Shape) -> Working:
-    """Activation bytes from the model's widths: good to some ten per cent, and marked as an estimate."""
-    tokens = tokens_of(plan, shape)
-    layers = []
-    for number, kept in enumerate(model.kept):
-        chunk, rows = plan.mlp_chunk_tokens, tokens // max(shape.row_tokens, 1)
-
-        def per_token(budget: float, kept: Kept = kept) -> float:
-            return kept.per_token(
-                shape.row_tokens, budget, compiled=plan.compile, boundary=model.boundary, chunked=plan.mlp_chunk_tokens > 0
-            )
-
-        own, full = tokens * per_token(plan.activation_budget), tokens * per_token(1.0)
-        transient = TRANSIENT_ACTIVATIONS * (kept.outer_largest if chunk else kept.largest) * tokens
-        if chunk:  # forward and backward of one chunk, and its parameters' gradients in fp32
-            inside = (2 * kept.inner + model.boundary) * rows * min(chunk, shape.row_tokens)
-            transient += inside + 4 * kept.inner_share * model.kinds[number].num_trained
-        gradients = model.kinds[number].num_trained * model.compute_bytes
-        backward = full - own + transient + model.boundary * tokens + gradients
-        layers.append(LayerBytes(kept=int(own), forward_peak=int(own + transient), backward_peak=int(backward)))
-    return Working(
-        prologue_kept=_prologue_bytes(model, plan, shape),
-        layers=tuple(layers),
-        head_peak=_head_bytes(model, plan, shape),
-        head_kept=_head_kept(model, plan, shape),
-        evaluation_peak=min(plan.chunk_tokens, tokens) * model.head_rows(plan) * (4 + 4 + model.compute_bytes),
-    )
-
-
-def _prologue_bytes(model: Model, plan: Plan, shape: Shape) -> int:
-    """Ids, positions, rotary tables, masks and hidden states of one micro-batch."""
-    tokens = tokens_of(plan, shape)
-    places = tokens if shape.packed else shape.row_tokens  # unpacked rows share their positions
-    mask = model.isolated_mask_bytes if shape.isolated else model.mask_bytes
-    per_token = model.boundary + 8 + mask * shape.row_tokens
-    return tokens * per_token + places * (8 + model.rotary_width * model.compute_bytes)
-
-
-def _head_kept(model: Model, plan: Plan, shape: Shape) -> int:
-    """Normed rows, the fp32 sum of their gradient, places, labels, log-sums; 0 for a whole head."""
-    if model.head_rows(plan) == model.vocab_size:
-        return 0
-    return tokens_of(plan, shape) * (model.hidden_size * (model.compute_bytes + 4) + 24)
-
-
-def _head_bytes(model: Model, plan: Plan, shape: Shape) -> int:
-    """Working set of final norm, head and loss for one micro-batch whose tokens all carry loss, its gradient included."""
-    tokens = tokens_of(plan, shape)
-    chunk = min(plan.chunk_tokens, tokens)
-    widths = model.hidden_size * model.compute_bytes
-    logits = chunk * model.head_rows(plan)
-    if kept := _head_kept(model, plan, shape):
-        # two passes over each part's logits; then gradient, chosen rows, the norm's graph and its backward
-        of_logits = FUSED_LOGITS * model.compute_bytes if shape.fused_head else 12
-        return kept + max(of_logits * logits, tokens * (4 * widths + 16 * model.hidden_size))
-    if shape.fused_head and model.has_linear_head:
-        # of a chunk: chosen rows, normed rows, their gradient, the norm's graph (fp32 input and the bf16 one) and its backward
-        of_chunk = chunk * (5 * widths + 4 * 4 * model.hidden_size)
-        return tokens * (widths + 16) + of_chunk + FUSED_LOGITS * logits * model.compute_bytes
-    # log-softmax and two gradients in fp32, and the head's weight gradient in one piece
-    return tokens * (widths + 16) + 12 * logits + (widths * model.vocab_size if model.flops.trains_head else 0)

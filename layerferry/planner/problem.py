@@ -16,12 +16,14 @@ from layerferry.errors import PlanError
 from layerferry.layout import PlaneSpec, round_up
 from layerferry.plan import Plan, Seconds
 from layerferry.planner.compute import pace
+from layerferry.planner.estimate import estimate
 from layerferry.planner.facts import Model
 from layerferry.planner.held import DEVICE, DISK, HOST
 from layerferry.planner.machine import Machine
-from layerferry.planner.memory import Shape, Working, estimate, items
+from layerferry.planner.memory import items
 from layerferry.planner.time import seconds
 from layerferry.planner.updates import with_update_rate
+from layerferry.planner.working import Shape, Working
 
 ESTIMATE_MARGIN = 0.05
 """Room for activations that are estimated, as a share of them."""

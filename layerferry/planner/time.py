@@ -20,10 +20,11 @@ from layerferry.planner.end_slots import EndSlots, head_part, prologue_part, use
 from layerferry.planner.facts import Model
 from layerferry.planner.held import disk_bytes, unit_bytes
 from layerferry.planner.machine import Machine
-from layerferry.planner.memory import Shape, plan_specs, tokens_of
+from layerferry.planner.memory import plan_specs
 from layerferry.planner.program import Piece, Program
 from layerferry.planner.schedule import waits
 from layerferry.planner.updates import finish_s, orthogonal_s, trip_bytes, update_s
+from layerferry.planner.working import Shape, tokens_of
 from layerferry.units import Piece as UnitPiece
 from layerferry.units import Unit
 

@@ -26,7 +26,8 @@ from layerferry.plan import Plan
 from layerferry.planner import calibrate
 from layerferry.planner.facts import Model
 from layerferry.planner.held import DEVICE
-from layerferry.planner.memory import Shape, items
+from layerferry.planner.memory import items
+from layerferry.planner.working import Shape
 from layerferry.store.store import Store
 from tests.planner.subjects import skeleton, specs
 

@@ -19,13 +19,14 @@ from layerferry.optim.lion import Lion
 from layerferry.plan import Plan
 from layerferry.planner.choose import MOST_MEASUREMENTS, Decision, choose, decide, pinned_bytes, with_notes
 from layerferry.planner.compute import layer_paces, pace
+from layerferry.planner.estimate import estimate
 from layerferry.planner.facts import Kept, Model
 from layerferry.planner.flops import Flops
 from layerferry.planner.held import DEVICE, HOST
 from layerferry.planner.machine import Machine
-from layerferry.planner.memory import Shape, Working, estimate
 from layerferry.planner.problem import Problem, fits, needs, problem
 from layerferry.planner.search import INEXACT, is_exact, search
+from layerferry.planner.working import Shape, Working
 from layerferry.store.store import plane_specs
 from tests.planner.subjects import GIB, QWEN_7B, config, machine, qwen, skeleton, specs
 

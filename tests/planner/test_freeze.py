@@ -12,15 +12,17 @@ from layerferry.optim.adamw import AdamW
 from layerferry.optim.reference import ReferenceKernels
 from layerferry.plan import Plan
 from layerferry.planner.choose import decide
+from layerferry.planner.estimate import estimate
 from layerferry.planner.facts import Model
 from layerferry.planner.flops import Flops
 from layerferry.planner.held import DEVICE, HOST
-from layerferry.planner.memory import Shape, estimate, items, plan_specs
+from layerferry.planner.memory import items, plan_specs
 from layerferry.planner.problem import problem
 from layerferry.planner.rate import Rate
 from layerferry.planner.report import render
 from layerferry.planner.search import search
 from layerferry.planner.time import layer_uploads, seconds, uploaded_bytes
+from layerferry.planner.working import Shape
 from layerferry.store.store import Store
 from tests.planner.subjects import QWEN_7B, config, machine, skeleton, specs, uploaded_in_a_step
 from tests.planner.test_memory import BUFFERS, CountingBackend

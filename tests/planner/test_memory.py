@@ -24,9 +24,11 @@ from layerferry.optim.lion import Lion
 from layerferry.optim.muon import Muon
 from layerferry.optim.reference import ReferenceKernels
 from layerferry.plan import Plan
+from layerferry.planner.estimate import estimate
 from layerferry.planner.facts import Model
 from layerferry.planner.held import DEVICE, HOST, planes
-from layerferry.planner.memory import LayerBytes, Shape, Working, estimate, items, plan_specs, tokens_of
+from layerferry.planner.memory import items, plan_specs
+from layerferry.planner.working import LayerBytes, Shape, Working, tokens_of
 from layerferry.store.store import Store, plane_specs
 from tests.planner.subjects import QWEN_7B, skeleton, specs
 
@@ -163,7 +165,8 @@ import resource, torch
 from layerferry.backends.cpu import CpuBackend
 from layerferry.planner.facts import Model
 from layerferry.planner.held import planes, HOST
-from layerferry.planner.memory import Shape, items
+from layerferry.planner.memory import items
+from layerferry.planner.working import Shape
 from layerferry.plan import Plan
 from layerferry.store.store import Store, plane_specs
 from tests.planner.subjects import skeleton, specs
@@ -268,3 +271,10 @@ def test_estimated_eager_bytes_are_what_autograd_saves(attention: str, rows: int
     counted = sum(t.untyped_storage().nbytes() for t in saved.values()) + hidden.numel() * 4
     found = estimate(model, Plan(fp32=True, micro_batch_rows=rows), Shape(row_tokens=tokens, rows_per_step=rows))
     assert found.layers[0].kept == pytest.approx(counted, rel=0.15)
+
+
+def test_an_estimate_of_several_budgets_is_that_of_one_where_they_are_alike() -> None:
+    model = Model.of(skeleton("qwen2"))
+    plain = Plan(compile=True, activation_budget=0.7, micro_batch_rows=1, rows_per_step=4)
+    layered = replace(plain, activation_budget=0.0, richer_layers=model.num_layers, richer_budget=0.7)
+    assert items(model, specs(), layered, SHAPE) == items(model, specs(), plain, SHAPE)

@@ -17,10 +17,10 @@ from layerferry.optim.choose import optimizer_for
 from layerferry.plan import Plan
 from layerferry.planner.compute import layer_paces, pace, recomputation
 from layerferry.planner.facts import Model
-from layerferry.planner.memory import Shape
 from layerferry.planner.rate import Rate
 from layerferry.planner.time import seconds, uploaded_bytes
 from layerferry.planner.updates import with_update_rate
+from layerferry.planner.working import Shape
 from layerferry.store.store import plane_specs
 from tests.planner.subjects import SHAPES, machine, qwen, skeleton, specs, uploaded_in_a_step
 

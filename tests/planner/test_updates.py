@@ -22,7 +22,7 @@ from layerferry.planner.books import Books
 from layerferry.planner.choose import decide
 from layerferry.planner.facts import Model
 from layerferry.planner.held import DEVICE, HOST
-from layerferry.planner.memory import Shape, buffers, items, plan_specs
+from layerferry.planner.memory import buffers, items, plan_specs
 from layerferry.planner.problem import Problem, needs, problem
 from layerferry.planner.program import Waits
 from layerferry.planner.search import _base, choices, search
@@ -37,6 +37,7 @@ from layerferry.planner.updates import (
     update_s,
     with_update_rate,
 )
+from layerferry.planner.working import Shape
 from layerferry.store.store import Store, plane_specs
 from tests.planner.subjects import config, machine, qwen, skeleton, specs
 from tests.planner.test_memory import CountingBackend
