@@ -26,6 +26,9 @@ from layerferry.planner.time import layer_uploads, waves_of
 from layerferry.planner.updates import orthogonal_s, update_s
 from layerferry.planner.working import Working
 
+WASTEFUL = 2.0
+"""Times the bytes of the other way, beyond which one way for layers to keep more is not looked at."""
+
 
 class _Weights:
     """Running sums over the units: entry h is what the first h units weigh."""
@@ -139,11 +142,12 @@ class Books:
         kept = _most(lambda layers: not self.short(least._replace(attention=layers)), 0, self._question.model.num_layers)
         return self._at_home(least._replace(attention=kept))[0]
 
-    def turning_is_smaller(self, choice: Choice) -> bool:
-        """Whether a layer that turns needs fewer bytes than one that keeps more for the whole wave: a slot and a sum, but not
-        what the wave's other micro-batches would keep."""
-        others = max(self._cut(choice)[0] - 1.0, 0.0)
-        return others * self._kept_by_layer(choice.rows) > self._turning_bytes[choice.resident]
+    def is_wasteful(self, choice: Choice) -> bool:
+        """Whether a layer that keeps more takes more than twice the bytes that it would take the other way: turning, a slot, a
+        sum and what one micro-batch keeps; else what all micro-batches of the wave keep."""
+        kept = self._kept_by_layer(choice.rows)
+        turning, keeping = kept + self._turning_bytes[choice.resident], max(self._cut(choice)[0], 1.0) * kept
+        return turning > WASTEFUL * keeping if choice.turns else keeping > WASTEFUL * turning
 
     def _kept_by_layer(self, rows: int) -> float:
         """Bytes that one micro-batch keeps in the fullest layer where that costs no time."""

@@ -9,7 +9,8 @@ none, all (but those that keep more or turn), and where keeping inputs @device d
 than ``LONG_ROW`` may have their layers computed again with token-wise parts in chunks: then every number of inputs @host is
 looked at, and attention is kept in as many layers as fit.
 
-Layers keep more either in every micro-batch or, turning with the head, in one at a time: whichever needs fewer bytes.
+Layers keep more either in every micro-batch or, turning with the head, in one at a time; the way that needs
+more than twice the bytes is not looked at.
 
 Bytes of a combination are sums of parts that are counted once each (``books.py``). Its seconds are first bounded from below,
 and the engine's program is played (``time.py``) in the order of these bounds until no bound is below the best. One rounding
@@ -87,8 +88,8 @@ def _search(question: Problem, keys: Collection[Key] | None) -> tuple[Plan, bool
     for number, choice in enumerate(chain(choices(question), _last_resort(question, queue))):
         if keys is not None and not _is_measured(choice, base, keys):
             continue
-        if choice.may_favour and _may_turn(question, choice) and choice.turns != books.turning_is_smaller(choice):
-            continue  # layers may keep more the other way, in fewer bytes
+        if choice.may_favour and _may_turn(question, choice) and books.is_wasteful(choice):
+            continue  # layers may keep more the other way, in far fewer bytes
         may_fill = _may_fill(question, choice)
         least = 0 if may_fill or choice.inputs else books.least_short(choice)
         if least and (queue or (nearest is not None and least >= nearest[0])):
