@@ -36,7 +36,7 @@ run 3b-disk 4 step step --case 3b-disk --model qwen2.5-3b $rows --auto 1 --disk-
 run 3b-disk-all 8 step step --case 3b-disk-all --model qwen2.5-3b $rows --auto 1 --disk-units 99 --disk-folder . --steps 3
 run 3b-free 5 step step --case 3b-free --model qwen2.5-3b $rows --auto 1
 run 7b-free 7 step step --case 7b-free --model qwen2.5-7b $rows --auto 1
-run 7b-stream 11 step step --case 7b-stream-44 $stream --budget 0.0 --variants "case=7b-stream-90,turn_layers=12,slots=15;case=7b-full-rows;case=7b-packed-250,sample_tokens=250"
+run 7b-stream 11 step step --case 7b-stream-44 $stream --budget 0.0 --variants "case=7b-stream-90,micro_batch_rows=64,richer_layers=7,richer_budget=0.3;case=7b-turn-90,turn_layers=12,slots=15;case=7b-full-rows;case=7b-packed-250,sample_tokens=250"
 run 7b-adam8 6 step step --case 7b-adam8 $stream --budget 0.0 --optim adamw_8bit
 run 7b-16k 5 step step --case 7b-16k --model qwen2.5-7b --rows 16 --row-tokens 1024 --auto 1
 run 7b-muon 7 step step --case 7b-muon $stream --budget 0.0 --optim muon

@@ -329,7 +329,7 @@ def replanned(engine: Engine, previous: argparse.Namespace, variant: argparse.Na
         engine.close()
         return False
     engine.replan(plan)
-    engine.backend.limit_memory(int(variant.device_memory * GIB) or None)
+    engine.backend.limit_memory(config_for(variant, variant.model).engine.device_memory)
     return True
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from layerferry.backends.base import Backend
 from layerferry.engine.drain import HomeAccumulators, ResidentAccumulators, SlabPool
 from layerferry.engine.feed import HomePool, SlotPool
-from layerferry.engine.sizes import DeviceSizes, pieces_of, turning_layers
+from layerferry.engine.sizes import DeviceSizes, pieces_of, turning_sums
 from layerferry.plan import Plan
 from layerferry.store.store import Store
 
@@ -21,7 +21,6 @@ def slot_pools(store: Store, sizes: Mapping[bool, DeviceSizes], backend: Backend
 
 def slab_pools(store: Store, sizes: Mapping[bool, DeviceSizes], backend: Backend, plan: Plan) -> dict[int, SlabPool]:
     """By index of the units that are trained."""
-    turning = [unit for unit in turning_layers(store.units, plan) if unit.num_trained]
     trained = [unit for unit in store.units if unit.num_trained]
     pools: dict[int, SlabPool] = {}
     home = HomeAccumulators(backend, store)
@@ -34,7 +33,7 @@ def slab_pools(store: Store, sizes: Mapping[bool, DeviceSizes], backend: Backend
         else:
             shared = SlabPool(
                 backend,
-                turning if kind else (),
+                turning_sums(store.units, plan) if kind else (),
                 num_slabs=size.num_slabs,
                 num_landings=size.num_landings,
                 slab_bytes=size.slab_bytes,

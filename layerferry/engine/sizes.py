@@ -67,6 +67,11 @@ def turning_layers(units: Sequence[Unit], plan: Plan, num_below: int = 0) -> lis
     return [unit for unit in layers[plan.first_turning(len(layers), num_below) :] if unit.index not in plan.on_device]
 
 
+def turning_sums(units: Sequence[Unit], plan: Plan) -> list[Unit]:
+    """Of these, the ones that have an accumulator of their own: what is trained, where sums do not stay @device anyway."""
+    return [] if plan.resident_gradients else [unit for unit in turning_layers(units, plan) if unit.num_trained]
+
+
 def refuse_turning(units: Sequence[Unit], plan: Plan, num_below: int) -> None:
     """Raise ``PlanError`` where layers cannot turn as ``plan`` has it."""
     turning = turning_layers(units, plan, num_below)
@@ -88,7 +93,7 @@ def refuse_turning(units: Sequence[Unit], plan: Plan, num_below: int) -> None:
 def device_sizes(units: Sequence[Unit], plan: Plan, specs: Mapping[str, PlaneSpec]) -> dict[bool, DeviceSizes]:
     """Sizes by ``unit.is_layer``."""
     sizes = {}
-    home, turning = set(plan.on_device), [unit for unit in turning_layers(units, plan) if unit.num_trained]
+    home, own_sums = set(plan.on_device), sum(unit.layout.bytes(FP32_PLANE) for unit in turning_sums(units, plan))
     carried = plan.num_waves > 1 and not plan.resident_gradients
     for kind in (True, False):
         of_kind = [unit for unit in units if unit.is_layer is kind and unit.index not in home]
@@ -96,14 +101,13 @@ def device_sizes(units: Sequence[Unit], plan: Plan, specs: Mapping[str, PlaneSpe
         travelling = [piece.layout for own in pieces for piece in own]
         drained = any(layout.num_trained for layout in travelling)
         of_ends = PART_BUFFERS if any(len(own) > 1 for own in pieces) else 1
-        own_sums = 0 if plan.resident_gradients else sum(u.layout.bytes(FP32_PLANE) for u in turning if u.is_layer is kind)
         sizes[kind] = DeviceSizes(
             slot_bytes=max((layout.bytes(specs[WEIGHT]) for layout in travelling), default=0),
             slab_bytes=max((layout.bytes(specs[GRAD]) for layout in travelling), default=0),
             accumulator_bytes=(sum if plan.resident_gradients else max)(
                 [0, *(layout.bytes(FP32_PLANE) for layout in travelling)]
             ),
-            turning_bytes=own_sums,
+            turning_bytes=own_sums if kind else 0,
             num_slots=(plan.num_slots if kind else of_ends) if travelling else 0,
             num_slabs=(plan.num_slabs if kind else of_ends) if drained else 0,
             num_landings=(2 if kind else of_ends) if carried and drained else 0,

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,6 +41,16 @@ from layerferry.models.varlen import boundaries
 from layerferry.objectives.base import Objective
 from layerferry.objectives.head import Head
 from layerferry.units import Piece, Unit
+
+
+@dataclass(frozen=True, slots=True)
+class FedLayer:
+    """A layer whose weights are in ``slot``, and the template that computes with them."""
+
+    unit: Unit
+    index: int
+    slot: Slot
+    template: Template
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,17 +135,21 @@ class Sweep:
                 passes.append(Pass.of(micro_batch, number, hidden, calls, tap.look_ups))
         return passes, parameters
 
+    def _fed(self, unit: Unit, index: int, slot: Slot) -> FedLayer:
+        return FedLayer(unit, index, slot, self.templates.bound(index, slot))
+
     def _layer_forward(self, unit: Unit, index: int, passes: Sequence[Pass], wave: Wave) -> None:
         with self.feed(unit) as slot:
+            layer = self._fed(unit, index, slot)
             for run in passes:
-                self._up(unit, index, run, slot, wave)
+                self._up(layer, run, wave)
 
-    def _up(self, unit: Unit, index: int, run: Pass, slot: Slot, wave: Wave) -> None:
+    def _up(self, layer: FedLayer, run: Pass, wave: Wave) -> None:
         """One micro-batch through one layer."""
-        template, tape = self.templates.bound(index, slot), wave.tape
-        with tape.record(unit, slot):
+        unit, index, template, tape = layer.unit, layer.index, layer.template, wave.tape
+        with tape.record(unit, layer.slot):
             if run.micro_batch.isolated:
-                with tape.resolving(unit, slot):
+                with tape.resolving(unit, layer.slot):
                     self.isolation.check(template, self.skeleton.keys[index], run.micro_batch, run.hidden, run.calls[index])
             self.backend.seed(seed_of(wave.step_seed, unit.index, run.number))
             if index < self.skeleton.reach.num_below:
@@ -154,38 +169,39 @@ class Sweep:
         already. Returns ``loss`` [] with this wave's share."""
         if self.head_parts is not None:
             return self.head_parts.train(passes, wave, loss, lambda run: self._balance(run, wave))
+        lanes = (self.feed, self.drain)
         with ExitStack() as failing:
+            held = [Held(unit, *lanes, partial(self._fed, unit, index), carry=wave.carry) for index, unit in turning]
+            layers = [failing.enter_context(one) for one in held]
+            last_unit = self.skeleton.epilogue_unit
 
-            def held(unit: Unit, sums: Plane | None = None) -> Held:
-                return failing.enter_context(Held(unit, self.feed, self.drain, carry=wave.carry, sums=sums))
+            def bound(slot: Slot) -> Head:
+                return Head(self.skeleton, self._bind(last_unit, slot), head.sums, self.chunk_tokens)
 
-            layers = [(index, held(unit)) for index, unit in turning]
-            head = held(self.skeleton.epilogue_unit, accumulator)
+            head = failing.enter_context(Held(last_unit, *lanes, bound, carry=wave.carry, sums=accumulator))
             for run in passes:
                 last = run is passes[-1]
-                for index, layer in layers:
-                    with layer.used() as slot:
-                        self._up(layer.unit, index, run, slot, wave)
-                loss = loss + self._at_head(head, run, wave)
+                for held_layer in layers:
+                    with held_layer.used() as layer:
+                        self._up(layer, run, wave)
+                with head.used() as bound_head:
+                    loss = loss + self._at_head(bound_head, run, wave)
                 if last:
                     head.let_go()
-                for index, layer in reversed(layers):
-                    with layer.used() as slot:
-                        self._down(layer.unit, index, run, slot, layer.sums, wave)
+                for held_layer in reversed(layers):
+                    with held_layer.used() as layer:
+                        self._down(layer, run, held_layer.sums, wave)
                     if last:
-                        layer.let_go()
+                        held_layer.let_go()
         return loss
 
-    def _at_head(self, held: Held, run: Pass, wave: Wave) -> Tensor:
+    def _at_head(self, head: Head, run: Pass, wave: Wave) -> Tensor:
         """One micro-batch's share of the loss [] fp32 @device; its gradient is in ``run`` then."""
-        unit = held.unit
-        with held.used() as slot:
-            head = Head(self.skeleton, self._bind(unit, slot), held.sums, self.chunk_tokens)
-            self.backend.seed(seed_of(wave.step_seed, len(self.skeleton.units), run.number))
-            share, run.gradient = wave.objective.step(head, run.hidden, run.micro_batch, wave.denominator)
-            run.leave_head()
-            balance = self._balance(run, wave)
-            return share if balance is None else share + balance
+        self.backend.seed(seed_of(wave.step_seed, len(self.skeleton.units), run.number))
+        share, run.gradient = wave.objective.step(head, run.hidden, run.micro_batch, wave.denominator)
+        run.leave_head()
+        balance = self._balance(run, wave)
+        return share if balance is None else share + balance
 
     def _balance(self, run: Pass, wave: Wave) -> Tensor | None:
         """The load-balancing loss of one micro-batch [], where there is one; its gradients wait in ``run`` for the layers'
@@ -202,26 +218,28 @@ class Sweep:
 
     def _layer_backward(self, unit: Unit, index: int, passes: Sequence[Pass], wave: Wave) -> None:
         with self.feed(unit) as slot, self.drain(unit, carry=wave.carry) as sums:
+            layer = self._fed(unit, index, slot)
             for run in passes:
-                self._down(unit, index, run, slot, sums, wave)
+                self._down(layer, run, sums, wave)
 
-    def _down(self, unit: Unit, index: int, run: Pass, slot: Slot, sums: Plane, wave: Wave) -> None:
+    def _down(self, layer: FedLayer, run: Pass, sums: Plane, wave: Wave) -> None:
         """One micro-batch's gradient through one layer."""
         assert run.gradient is not None
-        template, tape = self.templates.bound(index, slot), wave.tape
+        unit, tape = layer.unit, wave.tape
         gradients = [run.gradient, *run.router_gradients.get(unit.index, ())]
-        with tape.resolving(unit, slot), self._graph(unit, index, run, template, slot, wave):
-            run.gradient = tape.backward(unit, run.number, template, gradients, sums, run.sides)
+        with tape.resolving(unit, layer.slot), self._graph(layer, run, wave):
+            run.gradient = tape.backward(unit, run.number, layer.template, gradients, sums, run.sides)
 
     @contextmanager
-    def _graph(self, unit: Unit, index: int, run: Pass, template: Template, slot: Slot, wave: Wave) -> Iterator[None]:
+    def _graph(self, layer: FedLayer, run: Pass, wave: Wave) -> Iterator[None]:
         """Inside, the tape has the layer's graph: since the forward, or made again from the input that comes back."""
+        unit, index, template = layer.unit, layer.index, layer.template
         if not self.kept.rebuilds(index):
             yield
             return
         with self.kept.bring_back(index, run.number) as hidden:
             self.backend.seed(seed_of(wave.step_seed, unit.index, run.number))
-            with wave.tape.record(unit, slot), template.answering(self.kept.attention_of(index, run.number)):
+            with wave.tape.record(unit, layer.slot), template.answering(self.kept.attention_of(index, run.number)):
                 wave.tape.run_again(unit, run.number, template, hidden, run.calls[index])
             yield
 
