@@ -56,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--micro-batch-rows", type=int, default=2)
     parser.add_argument("--waves", type=int, default=1)
+    parser.add_argument("--first-wave", type=int, default=0, help="micro-batches of the first wave; 0: as many as of others")
     parser.add_argument("--budget", type=float, default=1.0, help="share of activations kept")
     parser.add_argument("--richer-layers", type=int, default=0, help="of the last layers, more is kept")
     parser.add_argument("--richer-budget", type=float, default=0.7, help="share of activations that those keep")
@@ -128,6 +129,7 @@ def plan_of(args: argparse.Namespace, on_cuda: bool) -> Plan:
         num_slabs=args.slabs,
         end_parts=args.end_parts,
         num_waves=args.waves,
+        first_wave=args.first_wave,
         activation_budget=args.budget,
         richer_layers=args.richer_layers,
         richer_budget=args.richer_budget,

@@ -172,6 +172,8 @@ class Pins:
     """Units, from the last on, whose optimizer state lives on the disk."""
     micro_batch_rows: int | None = None
     num_waves: int | None = None
+    first_wave: int | None = None
+    """Micro-batches of the first of several waves."""
     activation_budget: float | None = None
     """Share of the activations that is kept between forward and backward; 1.0 keeps all, 0.0 little more than inputs."""
     richer_layers: int | None = None

@@ -94,6 +94,8 @@ class Plan:
     Without clipping, and a step that is not finite cannot be skipped."""
     num_waves: int = 1
     """Groups of micro-batches that pass the layers one after the other; gradients are carried between them @host."""
+    first_wave: int = 0
+    """Micro-batches of the first of several waves, behind whose forward the last step's updates hide; 0: as many as of others."""
     activation_budget: float = 1.0
     """Share of activations kept between forward and backward; below 1.0 without the compiler: inputs only."""
     richer_layers: int = 0
@@ -133,6 +135,16 @@ class Plan:
     def disk_units(self) -> int:
         """Units whose state is @disk."""
         return len(self.on_disk)
+
+    def wave_sizes(self, num_micro_batches: int) -> list[int]:
+        """Micro-batches of each wave of a step that has so many."""
+        waves = max(1, min(self.num_waves, num_micro_batches))
+        size = first = -(-num_micro_batches // waves)
+        if self.first_wave and waves > 1:
+            first = min(self.first_wave, num_micro_batches - waves + 1)
+            size = -(-(num_micro_batches - first) // (waves - 1))
+        rest = num_micro_batches - first
+        return [first, *(min(size, rest - begin) for begin in range(0, rest, max(size, 1)))]
 
     def layer_budgets(self, num_layers: int) -> tuple[float, ...]:
         """Share of activations that each layer keeps, in layer order."""

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,7 @@ class Engine:
             self._arrivals.begin(hyper)
         loss = torch.zeros((), device=self.backend.device)
         router_loss = RouterLoss.of(self.skeleton.balance, micro_batches)
-        waves = _waves(micro_batches, self.plan.num_waves)
+        waves = _waves(micro_batches, self.plan)
         for number, numbered in enumerate(waves):
             self.drain.last_wave = number == len(waves) - 1
             wave = Wave(
@@ -335,7 +336,6 @@ def clip_coefficient(norm: float, limit: float) -> float:
     return float((limit / (torch.tensor(norm, dtype=torch.float32) + 1e-6)).clamp(max=1.0))
 
 
-def _waves(micro_batches: Sequence[MicroBatch], num_waves: int) -> list[list[tuple[int, MicroBatch]]]:
-    numbered = list(enumerate(micro_batches))
-    size = -(-len(numbered) // max(1, min(num_waves, len(numbered))))
-    return [numbered[start : start + size] for start in range(0, len(numbered), size)]
+def _waves(micro_batches: Sequence[MicroBatch], plan: Plan) -> list[list[tuple[int, MicroBatch]]]:
+    numbered = iter(enumerate(micro_batches))
+    return [list(islice(numbered, size)) for size in plan.wave_sizes(len(micro_batches))]

@@ -177,5 +177,4 @@ def input_sizes(plan: Plan, boundary: int, num_layers: int, num_below: int = 0) 
 
 def micro_batches_of_wave(plan: Plan, rows_per_step: int) -> int:
     """Micro-batches of the largest wave, as the engine cuts them."""
-    micro_batches = -(-rows_per_step // plan.micro_batch_rows)
-    return -(-micro_batches // min(plan.num_waves, micro_batches))
+    return max(plan.wave_sizes(-(-rows_per_step // plan.micro_batch_rows)))

@@ -62,11 +62,11 @@ class Books:
         there = places(0, 0, question.machine)
         self._one_memory, self._host = question.machine.one_memory, there[HOST][1]
         self._device = there[DEVICE][1] if DEVICE in there else None
-        self._working: dict[tuple[int, float, int, float, int, bool, int], Working] = {}
-        self._activations: dict[tuple[int, float, int, float, int, bool, int, int, bool, int, int, int, int], int] = {}
-        self._fixed: dict[tuple[int, int, int, bool, bool, bool, int, int, int], tuple[int, int]] = {}
-        self._paces: dict[tuple[int, float, int, float, int, int, int, int, int, int, int], tuple[float, float]] = {}
-        self._inputs: dict[tuple[int, int, int], InputSizes] = {}
+        self._working: dict[Hashable, Working] = {}
+        self._activations: dict[Hashable, int] = {}
+        self._fixed: dict[Hashable, tuple[int, int]] = {}
+        self._paces: dict[Hashable, tuple[float, float]] = {}
+        self._inputs: dict[Hashable, InputSizes] = {}
         self._in_layers: dict[Hashable, InLayers] = {}
         self._least_short: dict[Hashable, int] = {}
         self._last_plain: Choice | None = None
@@ -76,7 +76,7 @@ class Books:
         sizes = device_sizes(question.model.units, Plan(), question.specs)[True]
         self._turning_bytes = {resident: sizes.slot_bytes + (0 if resident else sizes.sums) for resident in (False, True)}
         """By whether sums are resident anyway: slot and sum of the largest layer."""
-        self._largest_wave: dict[tuple[int, int], tuple[float, int]] = {}
+        self._first_wave: dict[Hashable, tuple[float, int]] = {}
 
     def _fewest_at_home(self, choice: Choice) -> int:
         """Units that must live @device because the host has no room for all, or that the user has pinned there."""
@@ -218,7 +218,8 @@ class Books:
 
     def least_short(self, choice: Choice) -> int:
         """Bytes that are missing, wherever units live and in whatever slots they land."""
-        key = (choice.rows, choice.waves, choice.budget, choice.chunk, choice.parts, choice.inputs, choice.mlp_chunk)
+        cut = (choice.rows, choice.waves, choice.first)
+        key = (*cut, choice.budget, choice.chunk, choice.parts, choice.inputs, choice.mlp_chunk)
         if key not in self._least_short:
             beside = (self._beside_planes(choice, whole=whole) for whole in (False, True))
             self._least_short[key] = min(self._missing(*num_bytes, ()) for num_bytes in beside)
@@ -268,7 +269,7 @@ class Books:
         return arrival_bytes(self._question.model, self._specs[choice.carry][GRAD], tuple(range(home)))
 
     def _inputs_of(self, choice: Choice) -> InputSizes:
-        key = (choice.rows, choice.waves, choice.inputs)
+        key = (choice.rows, choice.waves, choice.first, choice.inputs)
         if key not in self._inputs:
             shape = self._question.shape
             plan = choice.on(Plan(row_tokens=shape.row_tokens, rows_per_step=shape.rows_per_step))
@@ -282,7 +283,8 @@ class Books:
         parts = 1 if whole else choice.parts  # units go home from the prologue on: the head is the last, and whole there
         shape_of_head = (choice.rows, choice.budget, choice.chunk, several, parts)
         of_micro_batch = (*shape_of_head, again, choice.mlp_chunk)
-        key = (*of_micro_batch, choice.waves, whole, choice.richer, choice.inputs, choice.attention, choice.turn)
+        waves = (choice.waves, choice.first)
+        key = (*of_micro_batch, *waves, whole, choice.richer, choice.inputs, choice.attention, choice.turn)
         if key not in self._activations:
             question = self._question
             there = self._in_memory(choice, self._units) if whole else choice._replace(home=0)
@@ -299,7 +301,7 @@ class Books:
         """The same for all ways of cutting the head and its logits."""
         of_layers = (working.layers, working.others, working.router_gradients, plan.mlp_chunk_tokens)
         kept = (plan.activation_budget, plan.richer_layers, plan.richer_budget, plan.host_inputs, plan.kept_attention)
-        key = (plan.micro_batch_rows, plan.num_waves, plan.turn_layers, *kept, *of_layers)
+        key = (plan.micro_batch_rows, plan.num_waves, plan.first_wave, plan.turn_layers, *kept, *of_layers)
         if key not in self._in_layers:
             self._in_layers[key] = in_layers(self._question.model, plan, self._question.shape, working)
         return self._in_layers[key]
@@ -352,12 +354,12 @@ class Books:
         return self._paces[key]
 
     def _cut(self, choice: Choice) -> tuple[float, int]:
-        """(micro-batches of the largest wave, waves) as the engine cuts them."""
-        key = (choice.rows, choice.waves)
-        if key not in self._largest_wave:
+        """(micro-batches of the first wave, waves) as the engine cuts them."""
+        key = (choice.rows, choice.waves, choice.first)
+        if key not in self._first_wave:
             waves = waves_of(choice.on(Plan()), self._question.shape)
-            self._largest_wave[key] = (max(waves), len(waves))
-        return self._largest_wave[key]
+            self._first_wave[key] = (waves[0], len(waves))
+        return self._first_wave[key]
 
 
 def _most(fits: Callable[[int], bool], low: int, high: int) -> int:

@@ -34,6 +34,8 @@ class Choice(NamedTuple):
     attention: int = 0
     turn: int = 0
     """Layers that turn with the head; ``slots`` counts theirs."""
+    first: int = 0
+    """Micro-batches of the first wave; 0: as many as of others."""
     richer_budget: float = 0.0
     turns: bool = False
     """As many layers as fit turn with the head."""
@@ -56,6 +58,7 @@ class Choice(NamedTuple):
             base,
             micro_batch_rows=self.rows,
             num_waves=self.waves,
+            first_wave=self.first,
             activation_budget=self.budget,
             richer_layers=self.richer,
             richer_budget=self.richer_budget if self.richer else 1.0,

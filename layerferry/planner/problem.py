@@ -189,6 +189,8 @@ def _refuse_contradictions(engine: EngineConfig, num_units: int) -> None:
             f"turn_layers: {engine.turn_layers}: layers turn with a whole head, and end_parts: {engine.end_parts} cuts it; leave "
             "one of them out"
         )
+    if engine.first_wave and engine.num_waves == 1:
+        raise PlanError(f"first_wave: {engine.first_wave}: num_waves: 1 is the first and the last; leave one of them out")
     if engine.update_on_arrival and engine.carry_fp32:
         raise PlanError("carry_fp32: true: with update_on_arrival: true no gradients are kept; leave one of them out")
     if engine.update_on_arrival and engine.resident_gradients is False and (engine.num_waves or 1) > 1:

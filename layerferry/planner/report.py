@@ -135,6 +135,11 @@ def _choices(plan: Plan, pins: Pins) -> str:
     rows = [
         ("micro_batch_rows", str(plan.micro_batch_rows), f"{micro} micro-batch{'es' * (micro > 1)} of {tokens:,} tokens"),
         ("num_waves", str(plan.num_waves), _waves(plan)),
+        *(
+            [("first_wave", str(plan.first_wave), "micro-batches: the updates hide behind their forward")]
+            if plan.first_wave
+            else []
+        ),
         ("activation_budget", f"{plan.activation_budget:g}", "keep inputs only" if plan.activation_budget == 0.0 else budget),
         *(
             [("richer_layers", str(plan.richer_layers), f"the last layers keep {plan.richer_budget:g}")]

@@ -3,7 +3,8 @@
 Every combination of micro-batch, waves, activation budget, chunk of logits, slots and slabs, parts of the ends, and way of
 carrying gradients is looked at; of the number of units at home @device, and of layers that keep more than the others, only the
 largest that fits, because bytes grow with them and seconds do not; of the number of layers that turn with the head also three
-quarters and half of it, and of the best choice every number. Units go home in the order of their first use: those that
+quarters and half of it, and of the best choice every number. Waves are equal, but that the best choice is tried with longer
+first ones. Units go home in the order of their first use: those that
 stay @host then have the longest time for their updates. Of the numbers of layers whose inputs wait @host three are looked at:
 none, all (but those that keep more or turn), and where keeping inputs @device does not fit, the fewest that let it. Rows longer
 than ``LONG_ROW`` may have their layers computed again with token-wise parts in chunks: then every number of inputs @host is
@@ -58,6 +59,8 @@ FEWER_PARTS = (2, 4, 8)
 """What the best plan is tried with afterwards."""
 WORTH_PARTS = 0.1
 """Share of the device that whole ends' buffers must take for parts to be tried: beyond, ends go home."""
+MOST_FIRST_WAVES = 16
+"""Numbers of micro-batches in the first wave that the best plan is tried with."""
 HARDLY_FASTER = 0.99
 """Of plans with state @disk, which bounds nearly all of them alike, the first is taken that none can be faster than by more."""
 INEXACT = 1.04
@@ -108,11 +111,18 @@ def _search(question: Problem, keys: Collection[Key] | None) -> tuple[Plan, bool
         fastest = _fastest(question, books, base, queue)
         near = (*_fewer_parts(question, books, fastest), *_fewer_turning(question, books, fastest, range(1, fastest.turn)))
         others = [other for other in near if keys is None or _is_measured(other, base, keys)]
-        return question.complete(min((fastest, *others), key=lambda one: question.seconds(one.on(base)).step).on(base)), True
+        best = _quickest(question, base, (fastest, *others))
+        longer = chain.from_iterable(_longer_first_wave(question, books, one) for one in {fastest, best})
+        best = _quickest(question, base, (best, *longer))
+        return question.complete(best.on(base)), True
     if nearest is None:
         assert keys is not None, "no candidate at all"
         return question.complete(base), False
     return question.complete(nearest[1].on(base)), False
+
+
+def _quickest(question: Problem, base: Plan, among: Sequence[Choice]) -> Choice:
+    return min(among, key=lambda one: question.seconds(one.on(base)).step)
 
 
 def _is_measured(choice: Choice, base: Plan, keys: Collection[Key]) -> bool:
@@ -132,6 +142,16 @@ def _fewer_turning(question: Problem, books: Books, choice: Choice, numbers: Ite
     if not choice.turn or question.pins.turn_layers is not None:
         return []
     return [other for turn in numbers if turn and not books.short(other := books.turning(choice, turn))]
+
+
+def _longer_first_wave(question: Problem, books: Books, choice: Choice) -> list[Choice]:
+    """``choice`` with more of its micro-batches in the first wave, where those fit: updates have longer to hide."""
+    micro_batches = -(-question.shape.rows_per_step // choice.rows)
+    equal, most = -(-micro_batches // choice.waves), micro_batches - choice.waves + 1
+    if choice.waves == 1 or choice.first or most <= equal:
+        return []
+    numbers = range(equal + 1, most + 1, -(-(most - equal) // MOST_FIRST_WAVES))
+    return [other for first in numbers if not books.short(other := choice._replace(first=first))]
 
 
 def _fastest(question: Problem, books: Books, base: Plan, queue: list[Bounded]) -> Choice:
@@ -185,11 +205,11 @@ def choices(question: Problem) -> Iterator[Choice]:
     for rows in rows_choices:
         chunks = _chunk_choices(question, min(rows, shape.rows_per_step) * shape.row_tokens)
         for waves in _wave_choices(question, rows, last=rows == min(rows_choices)):
-            carries = _carry_choices(question, waves)
+            carries, first = _carry_choices(question, waves), (pins.first_wave or 0) if waves > 1 else 0
             kinds = product(parts_choices, budgets, chunks, buffer_choices, carries)
             for parts, budget, chunk, (slots, slabs), (resident, carry) in kinds:
                 own = (rows, waves, budget, chunk, slots, slabs, resident, carry, parts)
-                choice = Choice(*own, inputs=inputs, attention=attention, mlp_chunk=pins.mlp_chunk_tokens or 0)
+                choice = Choice(*own, inputs=inputs, attention=attention, mlp_chunk=pins.mlp_chunk_tokens or 0, first=first)
                 yield from _with_richer(question, choice)
                 if budget == max(budgets) and may_travel:
                     again = choice if "activation_budget" in pins else choice._replace(budget=_free_budget(question))
@@ -311,9 +331,16 @@ def _chunk_choices(question: Problem, tokens: int) -> list[int]:
 
 
 def _wave_choices(question: Problem, rows: int, *, last: bool) -> list[int]:
-    """Numbers of waves, few first. A pinned one is kept where micro-batches of ``rows`` are enough for it."""
-    most, pinned = -(-question.shape.rows_per_step // rows), question.pins.num_waves
+    """Numbers of waves, few first. What is pinned is kept where micro-batches of ``rows`` are enough for it."""
+    most, pinned, first = -(-question.shape.rows_per_step // rows), question.pins.num_waves, question.pins.first_wave
+    if first:
+        numbers = [waves for waves in ([pinned] if pinned else _numbers_of_waves(most)) if 1 < waves <= most - first + 1]
+        return numbers or ([1] if last else [])
     if pinned:
         return [pinned] if pinned <= most else [most] if last else []
-    sizes = [size for power in range(most.bit_length()) for size in (1 << power, 3 << power)]
-    return sorted({1, *(-(-most // size) for size in sizes)})
+    return _numbers_of_waves(most)
+
+
+def _numbers_of_waves(micro_batches: int) -> list[int]:
+    sizes = [size for power in range(micro_batches.bit_length()) for size in (1 << power, 3 << power)]
+    return sorted({1, *(-(-micro_batches // size) for size in sizes)})

@@ -9,10 +9,11 @@ the sum. Checked by ``tests/planner/test_time.py`` (upload counts against the en
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from layerferry.engine.sizes import PART_BUFFERS, micro_batches_of_wave
+from layerferry.engine.sizes import PART_BUFFERS
 from layerferry.layout import GRAD, WEIGHT, PlaneSpec
 from layerferry.plan import Plan, Seconds
 from layerferry.planner import compute
@@ -100,12 +101,9 @@ def compute_s(model: Model, plan: Plan, shape: Shape, machine: Machine) -> float
 
 def waves_of(plan: Plan, shape: Shape) -> list[float]:
     """Micro-batches of each wave, as the engine cuts them; a last micro-batch of fewer rows counts by its share."""
-    size = micro_batches_of_wave(plan, shape.rows_per_step)
-    left = shape.rows_per_step / min(plan.micro_batch_rows, shape.rows_per_step)
-    waves = []
-    while left > 0:
-        waves.append(min(size, left))
-        left -= size
+    micro_batches = shape.rows_per_step / min(plan.micro_batch_rows, shape.rows_per_step)
+    waves: list[float] = [*plan.wave_sizes(math.ceil(micro_batches))]
+    waves[-1] += micro_batches - math.ceil(micro_batches)
     return waves
 
 

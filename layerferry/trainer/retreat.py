@@ -29,6 +29,7 @@ CHANGING = (
     "num_slots",
     "num_slabs",
     "num_waves",
+    "first_wave",
 )
 MOST_STEPS = 3
 """Steps of this process after which an allocation that fails is no longer the plan's fault."""
@@ -49,7 +50,7 @@ def _neighbours(plan: Plan) -> Iterator[Plan]:
     rows = [rows for rows in range(1, plan.micro_batch_rows) if plan.micro_batch_rows % rows == 0]
     budgets = [budget for budget in BUDGETS if budget < plan.activation_budget] if plan.compile else [0.0]
     waves = plan.num_waves * 2 if plan.num_waves * plan.micro_batch_rows * 2 <= plan.rows_per_step else plan.num_waves
-    yield from (replace(plan, micro_batch_rows=one) for one in rows)
+    yield from (_of_rows(plan, one) for one in rows)
     if plan.richer_layers:
         yield from (replace(plan, richer_layers=one) for one in {plan.richer_layers - 1, plan.richer_layers // 2, 0})
     if plan.turn_layers:
@@ -60,9 +61,15 @@ def _neighbours(plan: Plan) -> Iterator[Plan]:
     fewer = (one for one in (3, 2) if one < others)
     yield from (replace(plan, num_slots=one + plan.turn_layers, num_slabs=min(plan.num_slabs, 2)) for one in fewer)
     for one in rows:
-        yield from (replace(plan, micro_batch_rows=one, activation_budget=budget) for budget in budgets)
+        yield from (replace(_of_rows(plan, one), activation_budget=budget) for budget in budgets)
     if waves > plan.num_waves and (plan.fp32 or plan.carry_fp32 or plan.resident_gradients):
-        yield from (replace(plan, num_waves=waves, activation_budget=one) for one in (plan.activation_budget, *budgets))
+        more = replace(plan, num_waves=waves, first_wave=0)
+        yield from (replace(more, activation_budget=one) for one in (plan.activation_budget, *budgets))
+
+
+def _of_rows(plan: Plan, rows: int) -> Plan:
+    """``plan`` with micro-batches of ``rows``, a divisor of what they have, and the same waves."""
+    return replace(plan, micro_batch_rows=rows, first_wave=plan.first_wave * plan.micro_batch_rows // rows)
 
 
 def _turning(plan: Plan, turn: int) -> Plan:

@@ -68,6 +68,16 @@ def test_slots_slabs_waves_budget(
     assert same(left, reference[1])
 
 
+@pytest.mark.parametrize(("num_waves", "first_wave", "resident"), [(2, 3, False), (2, 1, True), (3, 2, False), (3, 1, True)])
+def test_waves_of_unequal_length(num_waves: int, first_wave: int, resident: bool, reference: Any) -> None:
+    plan = replace(BASE, num_waves=num_waves, first_wave=first_wave, resident_gradients=resident, num_slots=3)
+    at_host = {"host_inputs": 2, "row_tokens": 16, "rows_per_step": 8, "micro_batch_rows": 2}
+    for changed in (at_host, {"turn_layers": 1, "on_device": (1,)}):
+        seen, left = run(replace(plan, **changed), chaos=first_wave)
+        assert seen == reference[0]
+        assert same(left, reference[1])
+
+
 @pytest.mark.parametrize(("richer_layers", "num_waves"), [(1, 1), (2, 2), (9, 1)])
 def test_layers_that_keep_more(richer_layers: int, num_waves: int, reference: Any) -> None:
     plan = replace(BASE, activation_budget=0.0, richer_layers=richer_layers, richer_budget=1.0, num_waves=num_waves)

@@ -64,8 +64,12 @@ def masters_after(backend: CudaBackend, plan: Plan) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     "plan",
-    [Plan(num_slots=2, num_slabs=1), Plan(num_slots=3, num_waves=2, on_device=(1, 2), carry_fp32=True)],
-    ids=["streamed", "waves and units at home"],
+    [
+        Plan(num_slots=2, num_slabs=1),
+        Plan(num_slots=3, num_waves=2, on_device=(1, 2), carry_fp32=True),
+        Plan(num_slots=3, num_waves=2, carry_fp32=True, turn_layers=2),
+    ],
+    ids=["streamed", "waves and units at home", "layers that turn"],
 )
 def test_delays_change_nothing(plan: Plan, deterministic: None) -> None:
     expected = masters_after(CudaBackend(), plan)

@@ -237,6 +237,29 @@ def test_waves_share_the_micro_batches() -> None:
     assert tokens_of(replace(plan, micro_batch_rows=16), shape) == 80
 
 
+@pytest.mark.parametrize(
+    ("waves", "first", "micro_batches", "sizes"),
+    [
+        (2, 0, 8, [4, 4]),
+        (3, 0, 8, [3, 3, 2]),
+        (4, 0, 9, [3, 3, 3]),
+        (2, 5, 8, [5, 3]),
+        (3, 4, 8, [4, 2, 2]),
+        (3, 1, 8, [1, 4, 3]),
+        (2, 7, 8, [7, 1]),
+        (2, 9, 8, [7, 1]),
+        (1, 3, 8, [8]),
+        (4, 2, 3, [1, 1, 1]),
+        (5, 0, 3, [1, 1, 1]),
+        (2, 5, 1, [1]),
+    ],
+)
+def test_sizes_of_waves(waves: int, first: int, micro_batches: int, sizes: list[int]) -> None:
+    plan = Plan(num_waves=waves, first_wave=first)
+    assert plan.wave_sizes(micro_batches) == sizes
+    assert micro_batches_of_wave(plan, micro_batches) == max(sizes)
+
+
 def test_estimated_kept_bytes_of_qwen_7b_are_those_that_were_measured() -> None:
     """DESIGN's table: 159, 107, 83, 52 and 7 KB a token at budgets 1.0, 0.7, 0.5, 0.3 and 0.0."""
     model = Model.of(skeleton("qwen2", **{**QWEN_7B, "num_hidden_layers": 1, "vocab_size": 64}))

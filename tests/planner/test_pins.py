@@ -17,6 +17,7 @@ from tests.planner.test_choose import ask
 PINS: dict[str, Any] = {
     "micro_batch_rows": 4,
     "num_waves": 2,
+    "first_wave": 3,
     "activation_budget": 0.4,
     "richer_layers": 3,
     "richer_budget": 0.5,
@@ -72,6 +73,7 @@ def test_pins_keep_each_other_company() -> None:
         ({"turn_layers": 2, "end_parts": 4}, "turn_layers: 2: layers turn with a whole head, and end_parts: 4"),
         ({"turn_layers": 2, "richer_layers": 3}, "turn_layers: 2 and richer_layers: 3 are both the last layers"),
         ({"richer_layers": 2, "kept_attention": 1}, "richer_layers: 2: with kept_attention every layer is computed again"),
+        ({"first_wave": 3, "num_waves": 1}, "first_wave: 3: num_waves: 1 is the first and the last"),
         ({"update_on_arrival": True, "carry_fp32": True}, "carry_fp32: true: with update_on_arrival: true"),
         ({"update_on_arrival": True, "resident_gradients": False, "num_waves": 2}, "resident_gradients: false: with update_on"),
     ],

@@ -37,9 +37,9 @@ def test_bounds_do_not_hide_the_fastest_plan(name: str, device_gib: float, on_ar
     plan, found = search(question)
     assert found and plan.seconds is not None
     found_s = plan.seconds.step * (1.0 if is_exact(plan) else INEXACT)
-    if plan.end_parts in (1, PARTS) and not plan.turn_layers:
+    if plan.end_parts in (1, PARTS) and not plan.turn_layers and not plan.first_wave:
         assert found_s == pytest.approx(least)
-    assert found_s <= least * (1 + 1e-9), "larger parts, and fewer layers that turn, are tried with the best plan only"
+    assert found_s <= least * (1 + 1e-9), "parts, layers that turn, longer first waves: tried with the best plan"
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-3b", "qwen2.5-7b"])
