@@ -58,7 +58,7 @@ class Backend(Protocol):
         ...
 
     def device_buffer(self, num_bytes: int) -> Tensor:
-        """Zeroed uint8 [num_bytes] @device in a storage of its own."""
+        """Zeroed uint8 [num_bytes] @device in a storage of its own: zeros for whatever is queued from now on, on any lane."""
         ...
 
     def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:

@@ -26,6 +26,9 @@ from layerferry.config import allocator_is_configured
 
 log = logging.getLogger(__name__)
 
+SEGMENT_PAGE = 20 << 20
+"""Bytes by which segments of torch's allocator grow."""
+
 
 class CudaFence:
     """An event on a stream."""
@@ -114,7 +117,15 @@ class CudaBackend:
             torch.zeros(1, device=self.device)
 
     def device_buffer(self, num_bytes: int) -> Tensor:
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        """TRAP: zeros are written by the compute lane. Where another process has the multiprocessors, an upload, which needs none
+        of them, is there first, and the zeros come down on it."""
+        compute = self._streams[Lane.COMPUTE]
+        with torch.cuda.stream(compute):
+            buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        zeroed = compute.record_event()
+        for lane in (Lane.UPLOAD, Lane.DOWNLOAD, Lane.SIDE):
+            self._streams[lane].wait_event(zeroed)
+        return buffer
 
     # ---------------------------------------------------------------- lanes
 
@@ -190,8 +201,10 @@ class CudaBackend:
         return int(torch.cuda.memory_allocated(self.device))
 
     def limit_memory(self, num_bytes: int | None) -> None:
+        """The allocator looks at what it is asked for and takes whole pages: the last one may go beyond its limit."""
         total = torch.cuda.get_device_properties(self.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(1.0 if num_bytes is None else min(num_bytes / total, 1.0), self.device)
+        most = total if num_bytes is None else num_bytes - min(SEGMENT_PAGE, num_bytes // 100)
+        torch.cuda.set_per_process_memory_fraction(min(most / total, 1.0), self.device)
 
     def reserved_bytes(self) -> int:
         """Most bytes that the allocator has taken from the device since the last ``reset_peak``: the peak, and holes."""

@@ -102,6 +102,18 @@ def test_copies_wait_for_fences() -> None:
         assert int(back.min()) == int(back.max()) == value + 1
 
 
+@pytest.mark.parametrize("lane", [Lane.UPLOAD, Lane.DOWNLOAD, Lane.SIDE])
+def test_a_new_buffer_is_zero_for_every_lane(lane: Lane) -> None:
+    """Also for one that could run ahead of a compute lane that is busy: what it writes is there to stay."""
+    backend = CudaBackend()
+    source = backend.host_buffer(1 << 20, travels=True).fill_(7)
+    torch.cuda._sleep(200_000_000)
+    buffer = backend.device_buffer(1 << 20)
+    backend.copy(lane, buffer, source)
+    backend.synchronize()
+    assert bool((buffer == 7).all())
+
+
 def test_a_limit_holds_for_all_that_the_allocator_takes() -> None:
     backend = CudaBackend()
     gc.collect()
