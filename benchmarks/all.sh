@@ -36,7 +36,7 @@ run 3b-disk 4 step step --case 3b-disk --model qwen2.5-3b $rows --auto 1 --disk-
 run 3b-disk-all 8 step step --case 3b-disk-all --model qwen2.5-3b $rows --auto 1 --disk-units 99 --disk-folder . --steps 3
 run 3b-free 5 step step --case 3b-free --model qwen2.5-3b $rows --auto 1
 run 7b-free 7 step step --case 7b-free --model qwen2.5-7b $rows --auto 1
-run 7b-stream 11 step step --case 7b-stream-44 $stream --budget 0.0 --variants "case=7b-stream-90,micro_batch_rows=64,richer_layers=7,richer_budget=0.3;case=7b-turn-90,turn_layers=12,slots=15;case=7b-full-rows;case=7b-packed-250,sample_tokens=250"
+run 7b-stream 11 step step --case 7b-stream-44 $stream --budget 0.0 --variants "case=7b-stream-90,turn_layers=12,slots=15;case=7b-full-rows;case=7b-packed-250,sample_tokens=250"
 run 7b-adam8 6 step step --case 7b-adam8 $stream --budget 0.0 --optim adamw_8bit
 run 7b-16k 5 step step --case 7b-16k --model qwen2.5-7b --rows 16 --row-tokens 1024 --auto 1
 run 7b-muon 7 step step --case 7b-muon $stream --budget 0.0 --optim muon
@@ -62,7 +62,7 @@ run attention 4 attention attention --row-tokens 1024,8192,32768,131072,262144 -
 run link 1 link link
 run adamw 2 adamw adamw --params 100e6 --threads 16 --format adamw,adamw_8bit,adamw_8bit-bf16,adamw-bf16,lion,lion_8bit,adafactor,sgd,muon,muon_8bit
 run pages 2 pages pages --params 400e6 --threads 16
-run curves 8 curves curves --shape smollm2-135m --rows 32 --row-tokens 512 --steps 300 --formats plain-bf16,adamw_torch,adamw_8bit,adamw-bf16,muon
+run curves 8 curves curves --shape smollm2-135m --rows 32 --row-tokens 512 --steps 300 --formats plain-bf16,adamw_torch,adamw_8bit,adamw-bf16,adamw_8bit-bf16,lion,adafactor,muon,sgd
 
 # Studies.
 run depth 9 sweep sweep depth --model qwen2.5-7b --budget 0.0 --steps 3 --warmup 1

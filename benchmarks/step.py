@@ -306,12 +306,13 @@ def measure_all(args: argparse.Namespace, told: Event) -> None:
     engine: Engine | None = None
     previous, resident = args, 0
     for number, variant in enumerate(variants(args)):
-        if engine is None or not replanned(engine, previous, variant):
-            engine = None
+        beside = 0 if engine is None else replanned(engine, previous, variant)
+        if engine is None or beside is None:
+            engine, beside = None, 0
             gc.collect()
             engine, resident = build(variant)
         previous = variant
-        emit(variant, measure(engine, variant, resident, told))
+        emit(variant, measure(engine, variant, resident + beside, told))
         if told.is_set():
             break
         if args.timeline and number == 0:
@@ -322,17 +323,17 @@ def measure_all(args: argparse.Namespace, told: Event) -> None:
         engine.close()
 
 
-def replanned(engine: Engine, previous: argparse.Namespace, variant: argparse.Namespace) -> bool:
-    """Whether ``engine`` goes on as that of ``variant``, over its store; else it is closed."""
+def replanned(engine: Engine, previous: argparse.Namespace, variant: argparse.Namespace) -> int | None:
+    """``engine`` goes on as that of ``variant``, over its store: bytes @host beside the store. Else it is closed: None."""
     engine.settle()
     engine.backend.limit_memory(None)
     plan = plan_over(engine, previous, variant)
     if plan is None:
         engine.close()
-        return False
+        return None
     engine.replan(plan)
     engine.backend.limit_memory(config_for(variant, variant.model).engine.device_memory)
-    return True
+    return engine.kept.host_bytes
 
 
 def timeline(engine: Engine, args: argparse.Namespace, folder: Path) -> None:

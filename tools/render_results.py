@@ -1,5 +1,5 @@
 """Writes the tables of measured rows: README.md (the chosen ones) and benchmarks/results/README.md (the latest row of every
-case), from benchmarks/results/step.jsonl.
+case, the studies, the loss curves), from step.jsonl, sweep.jsonl and curves.jsonl in benchmarks/results.
 
     python tools/render_results.py [--check]
 
@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-ROWS = ROOT / "benchmarks" / "results" / "step.jsonl"
+RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- rows: tools/render_results.py -->", "<!-- end of rows -->"
 
 WHAT = {
     "7b-stream-44": "Qwen2.5-7B, everything streamed, only inputs kept",
-    "7b-stream-90": "the same in micro-batches of 64 rows, 7 layers keep more; on another GPU",
-    "7b-adam8": "Qwen2.5-7B under 8-bit AdamW, everything streamed; on the GPU of `7b-stream-44`",
+    "7b-stream-90": "the same, and the last 12 layers turn with the head, in the same run",
+    "7b-adam8": "Qwen2.5-7B under 8-bit AdamW, everything streamed",
     "7b-free": "Qwen2.5-7B, as the planner likes: embedding and 19 layers on the device",
     "7b-16k": "the same with 16k tokens a step: all but the head on the device",
     "7b-24gib": "Qwen2.5-7B with 24 GiB of device memory",
@@ -50,9 +50,22 @@ COLUMNS = (
 )
 
 
-def latest(path: Path = ROWS) -> dict[str, dict[str, Any]]:
+STUDIES = {
+    "length": """Rows of 2k to 32k tokens in the plan of `7b-stream-44`, which ran before them and is the row of 1,024. Model-FLOPs
+count causal attention, whose kernels are slower than matrix products.""",
+    "depth": "Layers at 7B width in the same plan. Device memory grows by kept inputs alone (0.875 GiB a layer).",
+    "width": """Two layers, 1 to 3.5 times as wide as 7B's, a vocabulary of 32k, 65,536 tokens a step. Updates of the second layer and
+of the head have one layer's forward to hide behind, so a sixth of the step is exposed.""",
+    "ablation": """One thing is taken away from a plan of three slots and two slabs. 32,768 tokens a step, so that copies and updates
+are hard to hide.""",
+}
+"""The first word of their cases in sweep.jsonl -> what they say."""
+STUDIED = ("case", "layers", "width", "tokens/row", "device GiB", "s/step", "predicted", "exposed", "tokens/s", "TFLOP/s")
+
+
+def latest(name: str = "step.jsonl") -> dict[str, dict[str, Any]]:
     """Case -> its last row."""
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    rows = [json.loads(line) for line in (RESULTS / name).read_text().splitlines() if line.strip()]
     return {row["case"]: row for row in rows}
 
 
@@ -90,7 +103,42 @@ def everything(rows: dict[str, dict[str, Any]]) -> str:
             f"| {row['bytes_per_param']:.2f} | {row['step_s']:.2f} | {_seconds(row.get('predicted_step_s'))} | {exposed} "
             f"| {row['model_tflops']:.1f} | {row['commit']} | {_plan(row)} |"
         )
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, *studies(latest("sweep.jsonl")), *curves(latest("curves.jsonl")), ""])
+
+
+def studies(rows: dict[str, dict[str, Any]]) -> list[str]:
+    lines = ["", "## Studies", "", "From sweep.jsonl."]
+    for study, what in STUDIES.items():
+        lines += ["", *what.splitlines(), "", f"| {' | '.join(STUDIED)} |", "|---" * len(STUDIED) + "|"]
+        for case, row in rows.items():
+            if case.split("-")[0] == study:
+                lines.append(
+                    f"| `{case}` | {row['layers']} | {row['hidden_size']:,} | {row['row_tokens']:,} | {row['device_peak_gib']:.1f} "
+                    f"| {row['step_s']:.2f} | {_seconds(row['predicted_step_s'])} "
+                    f"| {row['exposed_optimizer_s']:.2f} + {row['exposed_link_s']:.2f} | {row['tokens_per_s']:,.0f} "
+                    f"| {row['model_tflops']:.1f} |"
+                )
+    return lines
+
+
+def curves(rows: dict[str, dict[str, Any]]) -> list[str]:
+    """The gap of every format beside plain fp32 on the same batches."""
+    lines = [
+        *("", "## Loss curves", ""),
+        "From curves.jsonl: the mean loss of the last sixth of the steps, and how far it lies from plain fp32 AdamW (autograd",
+        "over the whole model) on the same batches, with two standard errors of the paired differences. `plain-bf16` is plain",
+        "autograd in bf16 over fp32 masters.",
+        "",
+        "| case | format | B/param | steps | tokens/step | highest rate | loss | gap | noise |",
+        "|---" * 9 + "|",
+    ]
+    for case, row in rows.items():
+        held = f"{row['bytes_per_param']:.2f}" if row.get("bytes_per_param") else ""
+        lines.append(
+            f"| `{case}` | {row['format']} | {held} | {row['steps']} | {row['tokens_per_step']:,} | {row['lr']:g} "
+            f"| {row['final_loss']:.4f} | {row['gap']:+.3%} | {row['noise']:.3%} |"
+        )
+    return lines
 
 
 def _seconds(value: float | None) -> str:
@@ -103,6 +151,8 @@ def _plan(row: dict[str, Any]) -> str:
         return "resident baseline"
     words = [f"{plan['num_waves']} wave{'s' * (plan['num_waves'] > 1)} of {plan['micro_batch_rows']}-row micro-batches"]
     words.append(f"budget {plan['activation_budget']:g}")
+    if plan.get("first_wave"):
+        words[0] += f", {plan['first_wave']} of them in the first"
     if plan.get("turn_layers"):
         words.append(f"{plan['turn_layers']} layers turn")
     if plan.get("richer_layers"):
