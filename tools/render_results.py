@@ -51,13 +51,13 @@ COLUMNS = (
 
 
 STUDIES = {
-    "length": """Rows of 2k to 32k tokens in the plan of `7b-stream-44`, which ran before them and is the row of 1,024. Model-FLOPs
-count causal attention, whose kernels are slower than matrix products.""",
+    "length": """Rows of 2k to 32k tokens in the plan of `7b-stream-44`, which ran before them and is the row of 1,024.
+Model-FLOPs count causal attention, whose kernels are slower than matrix products.""",
     "depth": "Layers at 7B width in the same plan. Device memory grows by kept inputs alone (0.875 GiB a layer).",
-    "width": """Two layers, 1 to 3.5 times as wide as 7B's, a vocabulary of 32k, 65,536 tokens a step. Updates of the second layer and
-of the head have one layer's forward to hide behind, so a sixth of the step is exposed.""",
-    "ablation": """One thing is taken away from a plan of three slots and two slabs. 32,768 tokens a step, so that copies and updates
-are hard to hide.""",
+    "width": """Two layers, 1 to 3.5 times as wide as 7B's, a vocabulary of 32k, 65,536 tokens a step. Updates of the second
+layer and of the head have one layer's forward to hide behind, so a sixth of the step is exposed.""",
+    "ablation": """One thing is taken away from a plan of three slots and two slabs. 32,768 tokens a step, so that copies and
+updates are hard to hide.""",
 }
 """The first word of their cases in sweep.jsonl -> what they say."""
 STUDIED = ("case", "layers", "width", "tokens/row", "device GiB", "s/step", "predicted", "exposed", "tokens/s", "TFLOP/s")
@@ -113,8 +113,8 @@ def studies(rows: dict[str, dict[str, Any]]) -> list[str]:
         for case, row in rows.items():
             if case.split("-")[0] == study:
                 lines.append(
-                    f"| `{case}` | {row['layers']} | {row['hidden_size']:,} | {row['row_tokens']:,} | {row['device_peak_gib']:.1f} "
-                    f"| {row['step_s']:.2f} | {_seconds(row['predicted_step_s'])} "
+                    f"| `{case}` | {row['layers']} | {row['hidden_size']:,} | {row['row_tokens']:,} "
+                    f"| {row['device_peak_gib']:.1f} | {row['step_s']:.2f} | {_seconds(row['predicted_step_s'])} "
                     f"| {row['exposed_optimizer_s']:.2f} + {row['exposed_link_s']:.2f} | {row['tokens_per_s']:,.0f} "
                     f"| {row['model_tflops']:.1f} |"
                 )

@@ -58,7 +58,7 @@ PARTS = 16
 FEWER_PARTS = (2, 4, 8)
 """What the best plan is tried with afterwards."""
 WORTH_PARTS = 0.1
-"""Share of the device that whole ends' buffers must take for parts to be tried where something fits: beyond, ends go home."""
+"""Share of the device that whole ends' buffers must take for parts to be tried: beyond, ends go home."""
 MOST_FIRST_WAVES = 16
 """Numbers of micro-batches in the first wave that the best plan is tried with."""
 HARDLY_FASTER = 0.99
@@ -93,10 +93,13 @@ def _search(question: Problem, keys: Collection[Key] | None) -> tuple[Plan, bool
             continue
         if choice.may_favour and _may_turn(question, choice) and books.is_wasteful(choice):
             continue  # layers may keep more the other way, in far fewer bytes
-        least = _least_short(question, books, choice)
+        may_fill = _may_fill(question, choice)
+        least = 0 if may_fill or choice.inputs else books.least_short(choice)
         if least and (queue or (nearest is not None and least >= nearest[0])):
             continue
-        found, short = _furnished(question, books, choice)
+        found, short = books.furnished(choice)
+        if short and may_fill and (filled := books.filled(found)) is not None:
+            found, short = filled, 0
         if keys is not None and not _is_measured(found, base, keys):
             continue  # layers that keep more, or turn, have a budget of their own
         if not short:
@@ -116,66 +119,6 @@ def _search(question: Problem, keys: Collection[Key] | None) -> tuple[Plan, bool
         assert keys is not None, "no candidate at all"
         return question.complete(base), False
     return question.complete(nearest[1].on(base)), False
-
-
-def can_fit(question: Problem) -> bool:
-    """Whether ``search`` would find a plan, in a fraction of its time: what is fastest is not asked."""
-    disk = question.machine.disk_available and question.pins.disk_units is None
-    asked = [replace(question, machine=replace(question.machine, disk_available=0)), question] if disk else [question]
-    return any(_can_fit(one) for one in asked)
-
-
-def _can_fit(question: Problem) -> bool:
-    """What needs the fewest bytes comes last among the choices, so it is asked first."""
-    books, pinned = Books(question), _favours(question.pins)
-    plain = [choice for choice in choices(question) if pinned or not choice.may_favour]  # to keep more takes no fewer bytes
-    return any(
-        not _least_short(question, books, choice) and not _furnished(question, books, choice)[1]
-        for choice in chain(reversed(plain), _last_resort(question, ()))
-    )
-
-
-def _least_short(question: Problem, books: Books, choice: Choice) -> int:
-    """Bytes that ``choice`` lacks, wherever units live; 0 where inputs that leave may make room for it."""
-    return 0 if choice.inputs or _may_fill(question, choice) else books.least_short(choice)
-
-
-def _furnished(question: Problem, books: Books, choice: Choice) -> tuple[Choice, int]:
-    """``choice`` with what fills the device, with inputs @host where it does not fit without, and the bytes that are short."""
-    found, short = books.furnished(choice)
-    if short and _may_fill(question, choice) and (filled := books.filled(found)) is not None:
-        return filled, 0
-    return found, short
-
-
-def can_fit(question: Problem) -> bool:
-    """Whether ``search`` would find a plan, in a fraction of its time: what is fastest is not asked."""
-    disk = question.machine.disk_available and question.pins.disk_units is None
-    asked = [replace(question, machine=replace(question.machine, disk_available=0)), question] if disk else [question]
-    return any(_can_fit(one) for one in asked)
-
-
-def _can_fit(question: Problem) -> bool:
-    """What needs the fewest bytes comes last among the choices, so it is asked first."""
-    books, pinned = Books(question), _favours(question.pins)
-    plain = [choice for choice in choices(question) if pinned or not choice.may_favour]  # to keep more takes no fewer bytes
-    return any(
-        not _least_short(question, books, choice) and not _furnished(question, books, choice)[1]
-        for choice in chain(reversed(plain), _last_resort(question, ()))
-    )
-
-
-def _least_short(question: Problem, books: Books, choice: Choice) -> int:
-    """Bytes that ``choice`` lacks, wherever units live; 0 where inputs that leave may make room for it."""
-    return 0 if choice.inputs or _may_fill(question, choice) else books.least_short(choice)
-
-
-def _furnished(question: Problem, books: Books, choice: Choice) -> tuple[Choice, int]:
-    """``choice`` with what fills the device, with inputs @host where it does not fit without, and the bytes that are short."""
-    found, short = books.furnished(choice)
-    if short and _may_fill(question, choice) and (filled := books.filled(found)) is not None:
-        return filled, 0
-    return found, short
 
 
 def _quickest(question: Problem, base: Plan, among: Sequence[Choice]) -> Choice:
@@ -277,19 +220,11 @@ def choices(question: Problem) -> Iterator[Choice]:
 
 
 def _last_resort(question: Problem, queue: Sequence[object]) -> Iterator[Choice]:
-    """Where nothing has fitted by the time that these are asked for: ends in parts, however small they are; then token-wise
-    parts in small chunks."""
-    pins = question.pins
-    parted = [replace(pins, end_parts=PARTS)] if _may_part(question) and PARTS not in _parts_choices(question) else []
-    for further in parted:
-        if not queue:
-            yield from choices(replace(question, pins=further))
-    if not _may_travel(question) or pins.mlp_chunk_tokens is not None or _favours(pins):
-        return
-    for further in (pins, *parted):
-        if not queue:
-            chunked = choices(replace(question, pins=replace(further, mlp_chunk_tokens=SMALL_MLP_CHUNK)))
-            yield from (choice for choice in chunked if choice.inputs or not choice.budget)  # each layer is computed again anyway
+    """Where nothing has fitted by the time that these are asked for: every input @host, token-wise parts in chunks."""
+    if not queue and _may_travel(question) and question.pins.mlp_chunk_tokens is None and not _favours(question.pins):
+        for choice in choices(question):
+            if choice.inputs == question.model.num_layers and not choice.mlp_chunk and not choice.may_favour:
+                yield choice._replace(mlp_chunk=SMALL_MLP_CHUNK)
 
 
 def _favours(pins: Pins) -> bool:
@@ -351,9 +286,9 @@ def _may_travel(question: Problem) -> bool:
 
 
 def _may_fill(question: Problem, choice: Choice) -> bool:
-    """Whether the fewest inputs @host that let ``choice`` fit are looked for; of long rows in chunks every number is a choice."""
-    every_number = choice.mlp_chunk and question.shape.row_tokens > LONG_ROW
-    return _may_travel(question) and not choice.inputs and choice.budget == 0.0 and not choice.richer_budget and not every_number
+    return (
+        _may_travel(question) and not choice.inputs and choice.budget == 0.0 and not choice.richer_budget and not choice.mlp_chunk
+    )
 
 
 def _buffer_choices(question: Problem) -> list[tuple[int, int]]:
@@ -363,16 +298,14 @@ def _buffer_choices(question: Problem) -> list[tuple[int, int]]:
 
 
 def _parts_choices(question: Problem) -> list[int]:
-    if question.pins.end_parts:
-        return [question.pins.end_parts]
-    ends = sum(unit.layout.bytes(FP32_PLANE) for unit in question.model.units if not unit.is_layer)
-    worth = ends > WORTH_PARTS * device_budget(question.machine)
-    return [1, PARTS] if worth and _may_part(question) else [1]
-
-
-def _may_part(question: Problem) -> bool:
-    """Whether the ends may travel in parts unasked; layers turn with a head that is there whole."""
-    return question.pins.end_parts is None and not question.pins.turn_layers and question.model.undividable is None
+    model, pinned = question.model, question.pins.end_parts
+    if pinned:
+        return [pinned]
+    if question.pins.turn_layers:
+        return [1]  # they turn with a head that is there whole
+    ends = sum(unit.layout.bytes(FP32_PLANE) for unit in model.units if not unit.is_layer)
+    worth = model.undividable is None and ends > WORTH_PARTS * device_budget(question.machine)
+    return [1, PARTS] if worth else [1]
 
 
 def _row_choices(question: Problem) -> list[int]:
