@@ -1,5 +1,6 @@
 """Writes the tables of measured rows: README.md (the chosen ones) and benchmarks/results/README.md (the latest row of every
-case, the studies, the loss curves), from step.jsonl, sweep.jsonl and curves.jsonl in benchmarks/results.
+case, the studies, the optimizer's kernels, the loss curves), from step.jsonl, sweep.jsonl, adamw.jsonl and curves.jsonl in
+benchmarks/results.
 
     python tools/render_results.py [--check]
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +66,9 @@ STUDIED = ("case", "layers", "width", "tokens/row", "device GiB", "s/step", "pre
 
 
 def latest(name: str = "step.jsonl") -> dict[str, dict[str, Any]]:
-    """Case -> its last row."""
+    """Case -> its last row; old rows of kernels have none."""
     rows = [json.loads(line) for line in (RESULTS / name).read_text().splitlines() if line.strip()]
-    return {row["case"]: row for row in rows}
+    return {row["case"]: row for row in rows if "case" in row}
 
 
 def chosen(rows: dict[str, dict[str, Any]]) -> str:
@@ -103,7 +105,8 @@ def everything(rows: dict[str, dict[str, Any]]) -> str:
             f"| {row['bytes_per_param']:.2f} | {row['step_s']:.2f} | {_seconds(row.get('predicted_step_s'))} | {exposed} "
             f"| {row['model_tflops']:.1f} | {row['commit']} | {_plan(row)} |"
         )
-    return "\n".join([*lines, *studies(latest("sweep.jsonl")), *curves(latest("curves.jsonl")), ""])
+    others = (studies(latest("sweep.jsonl")), kernels(latest("adamw.jsonl")), curves(latest("curves.jsonl")))
+    return "\n".join([*lines, *chain.from_iterable(others), ""])
 
 
 def studies(rows: dict[str, dict[str, Any]]) -> list[str]:
@@ -118,6 +121,25 @@ def studies(rows: dict[str, dict[str, Any]]) -> list[str]:
                     f"| {row['exposed_optimizer_s']:.2f} + {row['exposed_link_s']:.2f} | {row['tokens_per_s']:,.0f} "
                     f"| {row['model_tflops']:.1f} |"
                 )
+    return lines
+
+
+def kernels(rows: dict[str, dict[str, Any]]) -> list[str]:
+    """The optimizer's passes, each beside its ceiling."""
+    lines = [
+        *("", "## Optimizer kernels", ""),
+        "From adamw.jsonl: one pass over planes of 100 million parameters on 16 cores. The ceiling moves AdamW's bytes in place",
+        "with next to no arithmetic, in the same process, taking turns.",
+        "",
+        "| kernel | threads | ns/param | GB/s | of the ceiling |",
+        "|---" * 5 + "|",
+    ]
+    for row in rows.values():
+        if "share_of_ceiling" in row:
+            lines.append(
+                f"| {row['kernel']} | {row['threads']} | {row['ns_per_param']:.4f} | {row['gb_per_s']:.1f} "
+                f"| {row['share_of_ceiling']:.1%} |"
+            )
     return lines
 
 
