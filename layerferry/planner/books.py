@@ -8,7 +8,7 @@ at home are always the first ones of the model, so what they weigh is a running 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate
 
@@ -176,7 +176,25 @@ class Books:
             return not self.short(self._with(one, self._fewest_at_home(one)))
 
         found, short = self.furnished(choice._replace(inputs=count - _most(fits, 0, count - 1)))
-        return None if short else found
+        if not short:
+            return found
+        between = (self.furnished(choice._replace(inputs=inputs)) for inputs in self._fewest_inputs(choice))
+        return next((found for found, short in between if not short), None)
+
+    def _fewest_inputs(self, choice: Choice) -> Iterator[int]:
+        """Of numbers of units at home that leave the host room for some inputs and not for all: the fewest that the device can
+        do with. More would send units home, which takes more of the device than inputs do."""
+        count = self._question.model.num_layers
+        none, every = (self._fewest_at_home(choice._replace(inputs=inputs)) for inputs in (0, count))
+        for home in range(none, every):
+
+            def has_room(on_device: int, home: int = home) -> bool:
+                needed = self.device(self._in_memory(choice._replace(inputs=count - on_device), home))
+                return self._device is None or needed <= self._device
+
+            if not has_room(0):
+                return
+            yield count - _most(has_room, 0, count - 1)
 
     def _at_home(self, choice: Choice) -> tuple[Choice, int]:
         fewest, most = self._fewest_at_home(choice), self._disk.most_home
@@ -216,13 +234,15 @@ class Books:
         host, device = host + beside[0], device + beside[1]
         return self._missing(host, device, self._on_disk(home, host, device) if self._disk.is_there else ())
 
-    def least_short(self, choice: Choice) -> int:
-        """Bytes that are missing, wherever units live and in whatever slots they land."""
+    def least_short(self, choice: Choice, *, may_fill: bool = False) -> int:
+        """Bytes that are missing, wherever units live and in whatever slots they land. ``may_fill``: and with any number of
+        inputs @host, so of the device alone, where none or all take fewest."""
         cut = (choice.rows, choice.waves, choice.first)
-        key = (*cut, choice.budget, choice.chunk, choice.parts, choice.inputs, choice.mlp_chunk)
+        key = (*cut, choice.budget, choice.chunk, choice.parts, choice.inputs, choice.mlp_chunk, may_fill)
         if key not in self._least_short:
-            beside = (self._beside_planes(choice, whole=whole) for whole in (False, True))
-            self._least_short[key] = min(self._missing(*num_bytes, ()) for num_bytes in beside)
+            several = (choice, choice._replace(inputs=self._question.model.num_layers)) if may_fill else (choice,)
+            beside = [self._beside_planes(one, whole=whole) for one in several for whole in (False, True)]
+            self._least_short[key] = min(self._missing(0 if may_fill else host, device, ()) for host, device in beside)
         return self._least_short[key]
 
     def _missing(self, host: int, device: int, disk: tuple[int, ...]) -> int:

@@ -24,7 +24,7 @@ from layerferry.planner.facts import Model
 from layerferry.planner.held import DISK, HOST, arrivals, unit_bytes
 from layerferry.planner.machine import Machine, machine_for
 from layerferry.planner.memory import plan_specs
-from layerferry.planner.problem import ESTIMATE_MARGIN, Problem, key_of, needs, problem
+from layerferry.planner.problem import ESTIMATE_MARGIN, Problem, fits, key_of, needs, problem
 from layerferry.planner.rate import GUESS
 from layerferry.planner.remedies import shortfall
 from layerferry.planner.search import is_exact, search
@@ -94,13 +94,12 @@ def decide(question: Problem, measure: Measure | None = None) -> Decision:
         plan, found = search(question)
     if found and not plan.calibrated and question.measured:
         plan = _measured_or(question, plan)
+    if not found and plan.on_device and "device_units" not in question.pins:
+        # not even all places together have room: what is said is what host and disk lack with nothing at home
+        plan, found = search(replace(question, pins=replace(question.pins, device_units=0)))
     if found:
         refuse_turning(question.model.units, plan, question.model.num_below)  # as the engine will, but before weights are read
         return Decision(plan=with_notes(question, plan), shortfall=None, question=question)
-    if plan.on_device or plan.on_disk:  # not even all places together have room: what is said is what the host lacks
-        at_home = plan.on_device if "device_units" in question.pins else ()
-        on_disk = plan.on_disk if "disk_units" in question.pins else ()
-        plan = question.complete(replace(plan, on_device=at_home, on_disk=on_disk))
     return Decision(plan=with_notes(question, plan), shortfall=shortfall(question, plan), question=question)
 
 
@@ -135,7 +134,7 @@ def with_notes(question: Problem, plan: Plan) -> Plan:
             "what is counted @host; name a folder on a disk"
         )
     there, needed = question.machine, needs(plan, question.machine)[HOST][0]
-    if there.host_free is not None and needed > there.host_free:
+    if there.host_free is not None and needed > there.host_free and fits(question, plan):
         notes.append(
             f"host_memory: {size_text(there.host_available)}, but {size_text(there.host_free)} are free now, and this plan takes "
             f"{size_text(needed)}: unless memory grows when it is touched, the system will end the run; leave host_memory out"

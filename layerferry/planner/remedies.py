@@ -1,11 +1,14 @@
 """What is missing, and what would help, each remedy tried before it is named.
 
-PlanError: needs 212.4 GiB @host, 192.0 free: 20.4 short. at 14.0 B/param a model of 14.7B parameters fits; ...
+PlanError: needs 212.4 GiB @host, 192.0 free: 20.4 short. a model of 14.7B parameters fits, 46 of these 48 layers; ...
+
+Numbers are those of the decision itself, with every place that may be used: the search is asked again with other settings, other
+budgets, fewer layers (``enough.py``). Where no setting helps, budgets do: one alone, or all that are short together. Checked by
+``tests/planner/test_remedies.py`` and ``test_choose.py``.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 
@@ -14,15 +17,14 @@ from layerferry.engine.sizes import device_sizes
 from layerferry.layout import PlaneSpec, round_up
 from layerferry.optim.choose import optimizer_for
 from layerferry.plan import Plan, size_text
-from layerferry.planner.held import DEVICE, DISK, HOST, arrivals, disk_bytes, planes
+from layerferry.planner.enough import KEYS, ROUNDED, least_budgets, most_layers
+from layerferry.planner.held import DEVICE, DISK, HOST, disk_bytes
 from layerferry.planner.host import ADDRESS_SPACE, LIFT
 from layerferry.planner.memory import plan_specs
 from layerferry.planner.problem import FRAGMENTATION, Problem, budget_source, needs
-from layerferry.planner.search import search
+from layerferry.planner.search import can_fit, search
 
 SHORTEST_ROW = 128
-ROUNDED = 2**30 // 10
-"""Budgets that are named are multiples of this many bytes."""
 _PINNABLE = [field.name for field in fields(Pins) if field.name != "optimizer_threads"]
 
 
@@ -32,7 +34,7 @@ def shortfall(question: Problem, plan: Plan) -> str:
     for place, (needed, there) in needs(plan, question.machine).items():
         if needed > there:
             holes = f", {FRAGMENTATION:.0%} left for holes" if place == DEVICE else ""
-            kind = "free" if _reported(question, place) else f"allowed by {_budget_key(place)}{holes}"
+            kind = "free" if _reported(question, place) else f"allowed by {KEYS[place]}{holes}"
             missing.append(f"needs {size_text(needed)} {place}, {size_text(there)} {kind}: {size_text(needed - there)} short")
     remedies = "; ".join(_remedies(question, plan))
     return "; ".join(missing) + (f". {remedies}" if remedies else "")
@@ -47,35 +49,22 @@ def _remedies(question: Problem, plan: Plan) -> Iterator[str]:
         yield from _fewer_bits(question)
         yield from _on_arrival(question)
         yield from _on_disk(question)
-    if _planes_fit(question, plan):
-        yield from _unpinned(question)
-        yield from _shorter_rows(question)
-    if short == {DEVICE}:
-        yield from _larger_device(question, places[DEVICE][0])
+    yield from _unpinned(question)
+    yield from _shorter_rows(question)
     if HOST in short:
-        yield from _smaller_model(question, plan)
-    if short == {HOST} and not _reported(question, HOST):
-        yield from _larger_host(question, places[HOST][0])
+        yield from _smaller_model(question)
+    yield from _larger_budgets(question, {place: needed for place, (needed, _) in places.items()}, short)
     for place in sorted(short):
         if budget_source(question.machine, place) == ADDRESS_SPACE:
             yield LIFT
         elif _reported(question, place):
-            another = f"{_budget_key(place)}: states another limit than {budget_source(question.machine, place)}"
+            another = f"{KEYS[place]}: states another limit than {budget_source(question.machine, place)}"
             yield "disk_folder: names a disk with more room" if place == DISK else another
 
 
-def _planes_fit(question: Problem, plan: Plan) -> bool:
-    """Whether anything but another model or more host memory can help."""
-    return _planes(question, plan) <= needs(plan, question.machine)[HOST][1]
-
-
-def _planes(question: Problem, plan: Plan) -> int:
-    """Bytes @host of everything that outlives a step."""
-    home = frozenset(plan.on_device)
-    specs, on_disk = plan_specs(question.specs, plan), frozenset(plan.on_disk)
-    table = planes(question.model, specs, home, on_disk, keeps_gradients=not plan.on_arrival)
-    table += arrivals(question.model, specs, plan)
-    return sum(item.num_bytes for item in table if item.place == HOST)
+def _fitting(question: Problem) -> Plan | None:
+    """What would be chosen; None where nothing fits, which is known sooner."""
+    return search(question)[0] if can_fit(question) else None
 
 
 def _too_small_for_buffers(question: Problem, plan: Plan) -> Iterator[str]:
@@ -94,33 +83,41 @@ def _unpinned(question: Problem) -> Iterator[str]:
         pinned = getattr(question.pins, name)
         if pinned is None:
             continue
-        plan, found = search(replace(question, pins=replace(question.pins, **{name: None})))
-        if found:
+        plan = _fitting(replace(question, pins=replace(question.pins, **{name: None})))
+        if plan is not None:
             yield f"{name}: {_value(getattr(plan, name))} instead of {_value(pinned)} fits ({_totals(question, plan)})"
 
 
-def _larger_device(question: Problem, needed: int) -> Iterator[str]:
-    """The least device memory that is enough: what the plan that is least short needs."""
-    enough = round_up(math.ceil(needed / (1 - FRAGMENTATION)), ROUNDED)
-    machine = replace(question.machine, device_available=enough, device_source="device_memory")
-    if search(replace(question, machine=machine))[1]:
-        yield f"device_memory: {size_text(enough)} is the least that is enough"
+def _larger_budgets(question: Problem, needed: Mapping[str, int], short: set[str]) -> Iterator[str]:
+    """The least budget of one place that is enough; where none is alone, the least of all that are short."""
+    alone = [(place,) for place in (HOST, DEVICE, DISK) if place in short and (place == HOST or len(short) == 1)]
+    for wanted in (*alone, tuple(place for place in (DISK, DEVICE, HOST) if place in (*short, HOST, DEVICE))):
+        budgets = least_budgets(question, needed, wanted)
+        if budgets is not None:
+            named = [_budget(question, place, num_bytes) for place, num_bytes in budgets.items()]
+            yield " and ".join(named) + (" fit" if len(named) > 1 else _ENOUGH.get(wanted[0], " fits"))
+            return
 
 
-def _larger_host(question: Problem, needed: int) -> Iterator[str]:
-    """A ``host_memory`` that is enough: what the plan that is least short needs."""
-    enough = round_up(needed, ROUNDED)
-    there = enough if question.machine.is_cpu else question.machine.device_available  # there they are one memory
-    machine = replace(question.machine, host_available=enough, device_available=there)
-    if search(replace(question, machine=machine))[1]:
-        yield f"host_memory: {size_text(enough)} fits"
+_ENOUGH = {DEVICE: " is the least that is enough"}
+
+
+def _budget(question: Problem, place: str, num_bytes: int) -> str:
+    """As a key where a key states it, else as what the machine must have."""
+    there = {HOST: "host memory", DEVICE: "device memory", DISK: "the disk"}[place]
+    return f"{size_text(num_bytes)} of {there}" if _reported(question, place) else f"{KEYS[place]}: {size_text(num_bytes)}"
 
 
 def _shorter_rows(question: Problem) -> Iterator[str]:
+    def of(tokens: int) -> Problem:
+        return replace(question, shape=replace(question.shape, row_tokens=tokens), measured={})
+
     tokens = question.shape.row_tokens // 2
+    if tokens >= SHORTEST_ROW and not can_fit(of(SHORTEST_ROW)):
+        return
     while tokens >= SHORTEST_ROW:
-        plan, found = search(replace(question, shape=replace(question.shape, row_tokens=tokens), measured={}))
-        if found:
+        plan = _fitting(of(tokens))
+        if plan is not None:
             yield f"cutoff_len: {tokens} fits ({_totals(question, plan)})"
             return
         tokens //= 2
@@ -129,8 +126,8 @@ def _shorter_rows(question: Problem) -> Iterator[str]:
 def _fewer_bits(question: Problem) -> Iterator[str]:
     """The leaner format of the same optimizer, where that fits."""
     for name, lean in leaner_formats(question.specs):
-        plan, found = search(replace(question, specs=lean))
-        if found:
+        plan = _fitting(replace(question, specs=lean))
+        if plan is not None:
             yield f"optim: {name} fits ({_totals(question, plan)})"
 
 
@@ -150,8 +147,8 @@ def _on_arrival(question: Problem) -> Iterator[str]:
     """No gradients kept, where that fits."""
     if question.on_arrival:
         return
-    plan, found = search(replace(question, on_arrival=True))
-    if found:
+    plan = _fitting(replace(question, on_arrival=True))
+    if plan is not None:
         yield f"update_on_arrival: true with max_grad_norm: 0 fits ({_totals(question, plan)})"
 
 
@@ -160,19 +157,18 @@ def _on_disk(question: Problem) -> Iterator[str]:
     state = sum(disk_bytes(unit, question.specs) for unit in question.model.units)
     if question.pins.disk_units is not None or question.machine.disk_available >= state:
         return
-    plan, found = search(replace(question, machine=replace(question.machine, disk_available=state)))
-    if found:
+    plan = _fitting(replace(question, machine=replace(question.machine, disk_available=state)))
+    if plan is not None:
         enough = round_up(plan.total(DISK), ROUNDED)
         yield f"disk_memory: {size_text(enough)} of a disk fits ({_totals(question, plan)})"
 
 
-def _smaller_model(question: Problem, plan: Plan) -> Iterator[str]:
-    needed, there = needs(plan, question.machine)[HOST]
-    per_param = _planes(question, replace(plan, on_device=(), on_disk=())) / question.model.num_params
-    most = (there - (needed - _planes(question, plan))) / per_param
-    if most > 0:
-        size = question.model.num_params
-        yield f"at {per_param:.1f} B/param a model of {_count(most)} parameters fits, this one has {_count(size)}"
+def _smaller_model(question: Problem) -> Iterator[str]:
+    found = most_layers(question)
+    if found is not None:
+        (layers, params), model = found, question.model
+        these = f"{layers} of these {model.num_layers} layers, and this one has {_count(model.num_params)}"
+        yield f"a model of {_count(params)} parameters fits, {these}"
 
 
 def _count(params: float) -> str:
@@ -180,11 +176,7 @@ def _count(params: float) -> str:
 
 
 def _reported(question: Problem, place: str) -> bool:
-    return budget_source(question.machine, place) != _budget_key(place)
-
-
-def _budget_key(place: str) -> str:
-    return {HOST: "host_memory", DEVICE: "device_memory", DISK: "disk_memory"}[place]
+    return budget_source(question.machine, place) != KEYS[place]
 
 
 def _totals(question: Problem, plan: Plan) -> str:

@@ -8,7 +8,8 @@ first ones. Units go home in the order of their first use: those that
 stay @host then have the longest time for their updates. Of the numbers of layers whose inputs wait @host three are looked at:
 none, all (but those that keep more or turn), and where keeping inputs @device does not fit, the fewest that let it. Rows longer
 than ``LONG_ROW`` may have their layers computed again with token-wise parts in chunks: then every number of inputs @host is
-looked at, and attention is kept in as many layers as fit.
+looked at, and attention is kept in as many layers as fit. Where nothing fits, parts of ends that were too small to be worth it
+and small chunks are tried too: what is refused fits in no way that is known here.
 
 Layers keep more either in every micro-batch or, turning with the head, in one at a time; the way that needs
 more than twice the bytes is not looked at.
@@ -58,7 +59,7 @@ PARTS = 16
 FEWER_PARTS = (2, 4, 8)
 """What the best plan is tried with afterwards."""
 WORTH_PARTS = 0.1
-"""Share of the device that whole ends' buffers must take for parts to be tried: beyond, ends go home."""
+"""Share of the device that whole ends' buffers must take for parts to be tried where something fits: beyond, ends go home."""
 MOST_FIRST_WAVES = 16
 """Numbers of micro-batches in the first wave that the best plan is tried with."""
 HARDLY_FASTER = 0.99
@@ -93,13 +94,10 @@ def _search(question: Problem, keys: Collection[Key] | None) -> tuple[Plan, bool
             continue
         if choice.may_favour and _may_turn(question, choice) and books.is_wasteful(choice):
             continue  # layers may keep more the other way, in far fewer bytes
-        may_fill = _may_fill(question, choice)
-        least = 0 if may_fill or choice.inputs else books.least_short(choice)
+        least = _least_short(question, books, choice)
         if least and (queue or (nearest is not None and least >= nearest[0])):
             continue
-        found, short = books.furnished(choice)
-        if short and may_fill and (filled := books.filled(found)) is not None:
-            found, short = filled, 0
+        found, short = _furnished(question, books, choice)
         if keys is not None and not _is_measured(found, base, keys):
             continue  # layers that keep more, or turn, have a budget of their own
         if not short:
@@ -119,6 +117,53 @@ def _search(question: Problem, keys: Collection[Key] | None) -> tuple[Plan, bool
         assert keys is not None, "no candidate at all"
         return question.complete(base), False
     return question.complete(nearest[1].on(base)), False
+
+
+def can_fit(question: Problem) -> bool:
+    """Whether ``search`` would find a plan, in a hundredth of its time: what is fastest is not asked."""
+    disk = question.machine.disk_available and question.pins.disk_units is None
+    asked = [replace(question, machine=replace(question.machine, disk_available=0)), question] if disk else [question]
+    return any(_can_fit(one) for one in asked)
+
+
+def _can_fit(question: Problem) -> bool:
+    books, pinned = Books(question), _favours(question.pins)
+    measured = [question] if question.measured else []  # one that was measured needs no margin, and may need fewer bytes
+    return any(
+        not _least_short(question, books, choice) and not _furnished(question, books, choice)[1]
+        for lean in (*_leanest(question), *measured)
+        for choice in chain(choices(lean), _last_resort(lean, ()))
+        if pinned or not choice.may_favour  # to keep more takes no fewer bytes
+    )
+
+
+def _leanest(question: Problem) -> Iterator[Problem]:
+    """``question`` with what takes the fewest bytes pinned: where that does not fit, nothing does. Fewest waves want no sums
+    between them, most waves have least in each."""
+    pins = question.pins
+    rows = pins.micro_batch_rows or min(_row_choices(question))
+    slots, slabs = min(_buffer_choices(question))
+    chunk = min(_chunk_choices(question, min(rows, question.shape.rows_per_step) * question.shape.row_tokens))
+    carry = False if pins.carry_fp32 is None else pins.carry_fp32
+    lean = replace(pins, micro_batch_rows=rows, num_slots=slots, num_slabs=slabs, chunk_tokens=chunk, carry_fp32=carry)
+    waves = _wave_choices(question, rows, last=True)
+    for number in dict.fromkeys((waves[0], waves[-1])):
+        yield replace(question, pins=replace(lean, num_waves=number))
+
+
+def _least_short(question: Problem, books: Books, choice: Choice) -> int:
+    """Bytes that ``choice`` lacks however it is furnished; layers that are pinned to keep more have fewer inputs @host."""
+    if choice.inputs and _favours(question.pins):
+        return 0
+    return books.least_short(choice, may_fill=_may_fill(question, choice))
+
+
+def _furnished(question: Problem, books: Books, choice: Choice) -> tuple[Choice, int]:
+    """``choice`` with what fills the device, with inputs @host where it does not fit without, and the bytes that are short."""
+    found, short = books.furnished(choice)
+    if short and _may_fill(question, choice) and (filled := books.filled(found)) is not None:
+        return filled, 0
+    return found, short
 
 
 def _quickest(question: Problem, base: Plan, among: Sequence[Choice]) -> Choice:
@@ -220,11 +265,19 @@ def choices(question: Problem) -> Iterator[Choice]:
 
 
 def _last_resort(question: Problem, queue: Sequence[object]) -> Iterator[Choice]:
-    """Where nothing has fitted by the time that these are asked for: every input @host, token-wise parts in chunks."""
-    if not queue and _may_travel(question) and question.pins.mlp_chunk_tokens is None and not _favours(question.pins):
-        for choice in choices(question):
-            if choice.inputs == question.model.num_layers and not choice.mlp_chunk and not choice.may_favour:
-                yield choice._replace(mlp_chunk=SMALL_MLP_CHUNK)
+    """Where nothing has fitted by the time that these are asked for: ends in parts, however small they are; then token-wise
+    parts in small chunks."""
+    pins = question.pins
+    parted = [replace(pins, end_parts=PARTS)] if _may_part(question) and PARTS not in _parts_choices(question) else []
+    for further in parted:
+        if not queue:
+            yield from choices(replace(question, pins=further))
+    if not _may_travel(question) or pins.mlp_chunk_tokens is not None or _favours(pins):
+        return
+    for further in (pins, *parted):
+        if not queue:
+            chunked = choices(replace(question, pins=replace(further, mlp_chunk_tokens=SMALL_MLP_CHUNK)))
+            yield from (choice for choice in chunked if choice.inputs or not choice.budget)  # each layer is computed again anyway
 
 
 def _favours(pins: Pins) -> bool:
@@ -286,9 +339,9 @@ def _may_travel(question: Problem) -> bool:
 
 
 def _may_fill(question: Problem, choice: Choice) -> bool:
-    return (
-        _may_travel(question) and not choice.inputs and choice.budget == 0.0 and not choice.richer_budget and not choice.mlp_chunk
-    )
+    """Whether the fewest inputs @host that let ``choice`` fit are looked for; of long rows in chunks every number is a choice."""
+    every_number = choice.mlp_chunk and question.shape.row_tokens > LONG_ROW
+    return _may_travel(question) and not choice.inputs and choice.budget == 0.0 and not choice.richer_budget and not every_number
 
 
 def _buffer_choices(question: Problem) -> list[tuple[int, int]]:
@@ -298,14 +351,16 @@ def _buffer_choices(question: Problem) -> list[tuple[int, int]]:
 
 
 def _parts_choices(question: Problem) -> list[int]:
-    model, pinned = question.model, question.pins.end_parts
-    if pinned:
-        return [pinned]
-    if question.pins.turn_layers:
-        return [1]  # they turn with a head that is there whole
-    ends = sum(unit.layout.bytes(FP32_PLANE) for unit in model.units if not unit.is_layer)
-    worth = model.undividable is None and ends > WORTH_PARTS * device_budget(question.machine)
-    return [1, PARTS] if worth else [1]
+    if question.pins.end_parts:
+        return [question.pins.end_parts]
+    ends = sum(unit.layout.bytes(FP32_PLANE) for unit in question.model.units if not unit.is_layer)
+    worth = ends > WORTH_PARTS * device_budget(question.machine)
+    return [1, PARTS] if worth and _may_part(question) else [1]
+
+
+def _may_part(question: Problem) -> bool:
+    """Whether the ends may travel in parts unasked; layers turn with a head that is there whole."""
+    return question.pins.end_parts is None and not question.pins.turn_layers and question.model.undividable is None
 
 
 def _row_choices(question: Problem) -> list[int]:
