@@ -14,6 +14,7 @@ from layerferry.optim.formats import StateFormat
 from layerferry.optim.muon import Muon
 from layerferry.optim.sgd import SGD
 from layerferry.plan import Plan, Seconds
+from layerferry.planner.candidates import choices
 from layerferry.planner.choose import decide, with_notes
 from layerferry.planner.disk_books import DiskBooks
 from layerferry.planner.facts import Model
@@ -24,7 +25,7 @@ from layerferry.planner.program import Piece, Program
 from layerferry.planner.rate import Rate
 from layerferry.planner.report import render
 from layerferry.planner.schedule import waits
-from layerferry.planner.search import choices, search
+from layerferry.planner.search import search
 from layerferry.store.disk import RING, file_bytes
 from layerferry.store.scratch import ScratchFile
 from layerferry.store.store import Store, plane_specs, state_bytes

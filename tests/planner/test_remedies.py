@@ -11,11 +11,12 @@ import pytest
 from layerferry.config import OptimConfig
 from layerferry.optim.choose import optimizer_for
 from layerferry.planner.books import Books
+from layerferry.planner.candidates import choices, leanest
 from layerferry.planner.choose import decide
 from layerferry.planner.enough import ROUNDED, having, least_budgets, most_layers
 from layerferry.planner.held import DEVICE, DISK, HOST
 from layerferry.planner.problem import Problem, fits, problem
-from layerferry.planner.search import _leanest, can_fit, choices, search
+from layerferry.planner.search import can_fit, search
 from layerferry.store.store import plane_specs
 from tests.planner.subjects import GIB, config, machine, qwen
 
@@ -86,7 +87,7 @@ def test_what_can_fit_is_what_the_search_finds(tokens: int, rows: int, place: st
         asked = replace(question, machine=having(question.machine, place, num_bytes))
         assert can_fit(asked) is search(asked)[1] is expected
     books, model = Books(asked), question.model
-    plain = [one for lean in _leanest(asked) for one in choices(lean) if not one.may_favour and not one.budget]
+    plain = [one for lean in leanest(asked) for one in choices(lean) if not one.may_favour and not one.budget]
     assert plain and not any(
         books.short(books._with(one._replace(inputs=inputs), home)) == 0
         for one in plain

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from layerferry.planner.books import Books
+from layerferry.planner.candidates import MOST_ROW_CHOICES, PARTS, choices, divisors
 from layerferry.planner.problem import Problem, key_of, problem
-from layerferry.planner.search import INEXACT, MOST_ROW_CHOICES, PARTS, _base, choices, divisors, is_exact, search
+from layerferry.planner.search import INEXACT, _base, is_exact, search
 from tests.planner.subjects import books_beside_the_table, config, machine, qwen, specs
 
 

@@ -19,13 +19,14 @@ from layerferry.optim.muon import Muon
 from layerferry.optim.orthogonal import stacks_of
 from layerferry.plan import Plan
 from layerferry.planner.books import Books
+from layerferry.planner.candidates import choices
 from layerferry.planner.choose import decide
 from layerferry.planner.facts import Model
 from layerferry.planner.held import DEVICE, HOST
 from layerferry.planner.memory import buffers, items, plan_specs
 from layerferry.planner.problem import Problem, needs, problem
 from layerferry.planner.program import Waits
-from layerferry.planner.search import _base, choices, search
+from layerferry.planner.search import _base, search
 from layerferry.planner.time import busy, seconds
 from layerferry.planner.updates import (
     LANE_WORKSPACE_BYTES,
