@@ -4,10 +4,11 @@ At half a million tokens the three inner activations of one MLP are 20 GB each. 
 the row in chunks; the backward computes each chunk again, so a chunk's inner activations are all that is alive, and sums the
 parameters' gradients in fp32.
 
-No family is known by name. A direct child of a layer qualifies if it maps [B, T, D] to [B, T, D] and proves on the bound
-weights that it is token-wise: another token at one place changes that place and no bit anywhere else, and a row in two pieces
-is the row. Experts are left whole: they gather tokens of the whole row, and their router's statistics belong to it. So is what
-draws random numbers, because chunks would draw others.
+No family is known by name. A direct child of a layer qualifies if it maps [B, T, D] to [B, T, D] and proves that it is
+token-wise: other tokens at both ends of a row change no bit between them, and a row in two pieces is the row. What it has learnt
+must not hide a mixture (a weight of a token shift may begin at zero), so the proof lends it random weights. A reach of exactly
+``_TRIAL_TOKENS`` tokens and more is not seen. Experts are left whole: they gather tokens of the whole row, and their router's
+statistics belong to it. So is what draws random numbers, because chunks would draw others.
 
 Checked by ``tests/models/test_token_wise.py``.
 """
@@ -20,8 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
-_TRIAL_TOKENS, _CHANGED, _CUT = 8, 5, 3
+_TRIAL_TOKENS, _CUT = 64, 24
+_RANDOM_NUMBERS = 65537
+"""That are drawn for a weight; larger ones repeat them, for drawing hundreds of millions takes seconds."""
 _ROUNDINGS = 8
 """Units of the dtype's precision by which a row in pieces may differ: products of other shapes add in another order."""
 
@@ -53,25 +57,43 @@ def _reason_against(part: nn.Module, hidden_size: int) -> str | None:
     generator = torch.Generator(device=like.device).manual_seed(0)
     shape = (1, _TRIAL_TOKENS, hidden_size)
     hidden = torch.randn(shape, generator=generator, device=like.device).to(like.dtype)
-    changed = hidden.clone()
-    changed[:, _CHANGED] = changed[:, _CHANGED].flip(-1) + 1
     with torch.no_grad(), torch.random.fork_rng(devices=[like.device] if like.is_cuda else []):
         try:
-            whole, other = part(hidden), part(changed)
-            pieces = [part(piece) for piece in (hidden[:, :_CUT], hidden[:, _CUT:])]
+            output = part(hidden)
         except Exception:  # the family's own code, called with less than it wants
             return None
-    if not isinstance(whole, Tensor) or whole.shape != shape:
-        return None
-    if any("experts" in name.split(".") for name, _ in part.named_modules()):
-        return "it has experts, whose tokens are gathered over the whole row"
-    differs = (whole != other).any(-1)[0]
-    if bool(differs[[place for place in range(_TRIAL_TOKENS) if place != _CHANGED]].any()):
+        if not isinstance(output, Tensor) or output.shape != shape:
+            return None
+        if any("experts" in name.split(".") for name, _ in part.named_modules()):
+            return "it has experts, whose tokens are gathered over the whole row"
+        return _reason_on_trial(part, hidden, generator)
+
+
+def _reason_on_trial(part: nn.Module, hidden: Tensor, generator: torch.Generator) -> str:
+    """``hidden``: [1, T, D]. ``part`` keeps its own weights."""
+    changed = hidden.clone()
+    changed[:, [0, -1]] = changed[:, [0, -1]].flip(-1) + 1  # whichever way a token reaches, and however far
+    weights = {name: _random_like(own, generator) for name, own in part.named_parameters()}
+    try:
+        whole, other, *pieces = (
+            functional_call(part, weights, (given,)) for given in (hidden, changed, hidden[:, :_CUT], hidden[:, _CUT:])
+        )
+    except Exception as error:  # the family's own code
+        return f"it does not run with other weights ({type(error).__name__})"
+    if bool((whole != other).any(-1)[0, 1:-1].any()):
         return "a token reaches others in it, or it draws random numbers"
     bound = _ROUNDINGS * torch.finfo(whole.dtype).eps * whole.abs().max()
     if not bool(((torch.cat(pieces, 1) - whole).abs() <= bound).all()):
         return "a row in pieces is not the row"
     return ""
+
+
+def _random_like(weight: Tensor, generator: torch.Generator) -> Tensor:
+    """Of the size that weights have: a matrix keeps its input's scale; of others none is near zero, or larger than 1.5."""
+    drawn = torch.rand(min(weight.numel(), _RANDOM_NUMBERS), generator=generator, device=weight.device) * 2 - 1
+    scaled = drawn * (3 / max(weight.shape[-2:])) ** 0.5 if weight.dim() > 1 else drawn + drawn.sign() / 2
+    repeats = -(-weight.numel() // max(scaled.numel(), 1))
+    return scaled.to(weight.dtype).repeat(repeats)[: weight.numel()].view(weight.shape)
 
 
 def has_inner_width(part: nn.Module, hidden_size: int) -> bool:

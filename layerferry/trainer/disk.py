@@ -2,7 +2,8 @@
 
 A disk that throttles, fills up or is shared is slower than its probe, and steps then wait for updates without a word. So the
 seconds in which the disk had something to do are held against those that the plan's rates give for the same bytes; beyond
-``SLOWER`` times, one line names it. Writes wear a disk out, so their sum is said at the end.
+``SLOWER`` times, one line names it. Less than what a measurement of those rates moves is no rate: a few small units take the time
+of their system calls, whatever the disk. Writes wear a disk out, so their sum is said at the end.
 Checked by ``tests/trainer/test_disk.py``.
 """
 
@@ -13,12 +14,15 @@ from collections import deque
 from typing import Protocol
 
 from layerferry.plan import size_text
+from layerferry.planner.disk_rates import NUM_UNITS, UNIT_BYTES
 from layerferry.planner.machine import Machine
 from layerferry.trainer.watchdog import Lane
 
 SLOWER = 2.0
 STEPS = 3
 """Over which a disk must be that slow to be named."""
+LEAST_BYTES = NUM_UNITS * UNIT_BYTES
+"""That must be moved in them: as many as the measurement writes, or reads."""
 
 logger = logging.getLogger("layerferry.trainer")
 
@@ -58,7 +62,7 @@ class DiskWatch:
         read, written, busy_s = (after - before for before, after in zip(self._seen[0], self._seen[-1], strict=True))
         rates = self._machine.disk_read_bytes_per_s, self._machine.disk_write_bytes_per_s
         planned_s = read / rates[0].value + written / rates[1].value
-        if planned_s and busy_s > SLOWER * planned_s:
+        if read + written >= LEAST_BYTES and busy_s > SLOWER * planned_s:
             self._has_warned = True
             moved = (read + written) / 1e9
             logger.warning(

@@ -28,6 +28,12 @@ FORMATS: dict[str, dict[str, Any]] = {
     "muon_8bit": {"optim": "muon_8bit"},
     "sgd": {"optim": "sgd"},
     "momentum": {"optim": "sgd", "momentum": 0.9},
+    "adamw over 24 bits": {"optim": "adamw_torch", "master_weights": "24bit"},
+    "lion_8bit over bf16": {"optim": "lion_8bit", "master_weights": "bf16"},
+    "muon over 24 bits": {"optim": "muon", "master_weights": "24bit"},
+    "muon over bf16": {"optim": "muon", "master_weights": "bf16"},
+    "sgd over bf16": {"optim": "sgd", "master_weights": "bf16"},
+    "momentum over 24 bits": {"optim": "sgd", "momentum": 0.9, "master_weights": "24bit"},
 }
 
 

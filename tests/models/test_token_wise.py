@@ -68,6 +68,48 @@ def test_what_mixes_tokens_is_refused(how: str, reason: str) -> None:
     assert found(layer, 8) == {"part": reason}
 
 
+class Shift(nn.Module):
+    """An MLP behind a token shift; ``back``: tokens that it reaches back, forward if negative."""
+
+    def __init__(self, back: int, weight: float) -> None:
+        super().__init__()
+        self.back, self.weight = back, nn.Parameter(torch.full((8,), weight))
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        places = torch.arange(hidden.shape[1]) - self.back
+        there = ((places >= 0) & (places < hidden.shape[1])).to(hidden.dtype)[:, None]
+        shifted = hidden[:, places.clamp(0, hidden.shape[1] - 1)] * there
+        output: Tensor = self.down(torch.relu(self.up(hidden + self.weight * shifted)))
+        return output
+
+
+@pytest.mark.parametrize("weight", [0.5, 0.0], ids=["", "that begins at zero"])
+@pytest.mark.parametrize("back", [1, 3, 5, 8, 29, 32, 62, -1, -8, -62])
+def test_a_token_shift_is_refused_however_far_and_though_it_begins_at_zero(back: int, weight: float) -> None:
+    part = Shift(back, weight)
+    before = copy.deepcopy(part.state_dict())
+    assert found(nn.ModuleDict({"part": part}), 8) == {"part": "a token reaches others in it, or it draws random numbers"}
+    assert all(torch.equal(own, before[name]) for name, own in part.state_dict().items()), "its own weights stay"
+    assert part.weight.requires_grad and isinstance(part.weight, nn.Parameter)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_begin_at_zero_or_one_are_no_reason(dtype: torch.dtype) -> None:
+    part = Shift(0, 0.0).to(dtype)
+    assert found(nn.ModuleDict({"part": part, "norm": nn.LayerNorm(8, dtype=dtype)}), 8) == {"part": "", "norm": ""}
+
+
+def test_what_runs_on_its_own_weights_alone_is_left_whole() -> None:
+    class Proud(Shift):
+        def forward(self, hidden: Tensor) -> Tensor:
+            if bool(self.weight.any()):
+                raise ValueError("not my weights")
+            return super().forward(hidden)
+
+    assert found(nn.ModuleDict({"part": Proud(0, 0.0)}), 8) == {"part": "it does not run with other weights (ValueError)"}
+
+
 def test_what_is_no_map_of_hidden_states_is_not_spoken_of() -> None:
     assert found(nn.ModuleDict({"part": Mixes("sum"), "none": nn.ReLU(), "wide": nn.Linear(8, 9)}), 8) == {}
 

@@ -136,21 +136,21 @@ def test_a_dead_disk_is_the_first_name_that_the_watchdog_calls(tmp_path: Path, k
 
 
 class Tier:
-    """A disk that has moved ``steps`` times a GB each way, in ``step_s`` seconds each time."""
+    """A disk that has moved ``steps`` times ``step_bytes`` each way, in ``step_s`` seconds each time."""
 
     folder, is_busy = "/a/disk", False
 
-    def __init__(self, step_s: float) -> None:
-        self._step_s, self.steps = step_s, 0
+    def __init__(self, step_s: float, step_bytes: int) -> None:
+        self._step_s, self._step_bytes, self.steps = step_s, step_bytes, 0
 
-    bytes_read = bytes_written = property(lambda self: self.steps * 10**9)
+    bytes_read = bytes_written = property(lambda self: self.steps * self._step_bytes)
     busy_s = property(lambda self: self.steps * self._step_s)
 
 
-def watched(step_s: float, steps: int) -> DiskWatch:
-    """Planned: 1.5 s a step."""
+def watched(step_s: float, steps: int, step_bytes: int = 10**9) -> DiskWatch:
+    """Planned: 1.5 s a step of 1 GB each way."""
     rates = {"disk_read_bytes_per_s": Rate(1e9, "measured"), "disk_write_bytes_per_s": Rate(2e9, "measured")}
-    tier = Tier(step_s)
+    tier = Tier(step_s, step_bytes)
     watch = DiskWatch(tier, replace(machine(), **rates))
     for _ in range(steps):
         tier.steps += 1
@@ -170,6 +170,13 @@ def test_others_are_not(caplog: pytest.LogCaptureFixture) -> None:
     watched(1.5 * SLOWER - 0.1, 3 * STEPS)
     watched(100.0, STEPS - 1)
     assert not caplog.records
+
+
+@pytest.mark.parametrize(("step_bytes", "named"), [(12 << 10, False), ((64 << 20) - 1, False), (64 << 20, True)])
+def test_a_rate_of_few_bytes_is_none(step_bytes: int, named: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """12 KiB a step are 0.00 GB/s of any disk. A probe writes six units of 64 MiB: a unit in each of three steps, both ways."""
+    watched(1.0, 3 * STEPS, step_bytes)
+    assert bool(caplog.records) is named
 
 
 def test_the_file_is_on_the_disk_of_the_run_unless_another_is_named(base: Path, tmp_path: Path) -> None:
