@@ -91,7 +91,8 @@ class Backend(Protocol):
         ...
 
     def computing(self) -> AbstractContextManager[None]:
-        """Compute belongs in here: the right kernels of torch are chosen, and the caller's random generators do not notice."""
+        """Compute belongs in here: it goes to the compute lane, whatever the caller is at, the right kernels of torch are chosen,
+        and the caller's random generators do not notice."""
         ...
 
     def seed(self, value: int) -> None:

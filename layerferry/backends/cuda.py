@@ -8,11 +8,10 @@ the run: one warning, and the sticky error is taken off the context. The only fi
 from __future__ import annotations
 
 import logging
-import mmap
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from layerferry.backends.base import Fence, Lane
 from layerferry.backends.cpu import HostMark
-from layerferry.backends.pages import host_pages
+from layerferry.backends.pages import Pages, host_pages
 from layerferry.backends.pinning import Pinning
 from layerferry.config import allocator_is_configured
 
@@ -73,7 +72,7 @@ def _grow_segments() -> None:
 
 
 class CudaBackend:
-    """One CUDA device. Compute runs on the current stream of the constructing thread."""
+    """One CUDA device. The compute lane is its default stream, where every thread works that has not said otherwise."""
 
     name = "cuda"
 
@@ -83,13 +82,13 @@ class CudaBackend:
         _grow_segments()
         self._streams = {
             Lane.UPLOAD: torch.cuda.Stream(self.device),  # type: ignore[no-untyped-call]
-            Lane.COMPUTE: torch.cuda.current_stream(self.device),
+            Lane.COMPUTE: torch.cuda.default_stream(self.device),
             Lane.DOWNLOAD: torch.cuda.Stream(self.device),  # type: ignore[no-untyped-call]
             # first in the queue: what it computes is little, and a worker and later a feed wait for it
             Lane.SIDE: torch.cuda.Stream(self.device, priority=-1),  # type: ignore[no-untyped-call]
         }
         self._can_pin = True
-        self._pinning = Pinning(_register, _unregister)
+        self._pinning = Pinning(self._register, self._unregister)
 
     # ---------------------------------------------------------------- memory
 
@@ -101,11 +100,11 @@ class CudaBackend:
             self._pin(pages, buffer)
         return buffer
 
-    def _pin(self, pages: mmap.mmap, buffer: Tensor) -> None:
+    def _pin(self, pages: Pages, buffer: Tensor) -> None:
         code = self._pinning.pin(buffer.data_ptr(), buffer.numel())
         if code == 0:
             # TRAP: pages that are unmapped while registered poison whatever is mapped there next (tests/gpu/test_backend_cuda.py)
-            weakref.finalize(pages, self._pinning.unpin, buffer.data_ptr(), buffer.numel()).atexit = False
+            pages.before_unmapping = partial(self._pinning.unpin, buffer.data_ptr(), buffer.numel())
             return
         self._can_pin = False
         log.warning(
@@ -115,6 +114,16 @@ class CudaBackend:
         )
         with suppress(RuntimeError):  # TRAP: the failed call stays the context's last error, blamed on the next kernel
             torch.zeros(1, device=self.device)
+
+    def _register(self, address: int, num_bytes: int) -> int:
+        with torch.cuda.device(self.device):
+            return int(_runtime().cudaHostRegister(address, num_bytes, 0))
+
+    def _unregister(self, address: int) -> None:
+        """When no copy of these pages is under way."""
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize()
+            _runtime().cudaHostUnregister(address)
 
     def device_buffer(self, num_bytes: int) -> Tensor:
         """TRAP: zeros are written by the compute lane. Where another process has the multiprocessors, an upload, which needs none
@@ -168,12 +177,24 @@ class CudaBackend:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """cuDNN's attention first: measured 440-635 TFLOP/s forward on an H200, about twice the flash backend of torch."""
+        """cuDNN's attention first: measured 440-635 TFLOP/s forward on an H200, about twice the flash backend of torch.
+
+        Buffers of what breaks off in here go back to the compute lane's allocator: it waits for whoever still copies them."""
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-        with sdpa_kernel(order, set_priority=True), torch.random.fork_rng(devices=[self.device]):
-            yield
+        compute = self._streams[Lane.COMPUTE]
+        try:
+            with (
+                torch.cuda.stream(compute),
+                sdpa_kernel(order, set_priority=True),
+                torch.random.fork_rng(devices=[self.device]),
+            ):
+                yield
+        except BaseException:
+            for lane in (Lane.UPLOAD, Lane.DOWNLOAD, Lane.SIDE):
+                compute.wait_stream(self._streams[lane])
+            raise
 
     def seed(self, value: int) -> None:
         torch.default_generator.manual_seed(value)
@@ -282,15 +303,6 @@ class CudaBackend:
 
 def _runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _register(address: int, num_bytes: int) -> int:
-    return int(_runtime().cudaHostRegister(address, num_bytes, 0))
-
-
-def _unregister(address: int) -> None:
-    torch.cuda.synchronize()
-    _runtime().cudaHostUnregister(address)
 
 
 def device_count() -> int:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -26,7 +27,19 @@ from layerferry.backends.numa import spread
 _ADVICE = ("MADV_HUGEPAGE", "MADV_DONTFORK")
 
 
-def host_pages(num_bytes: int) -> tuple[Tensor, mmap.mmap]:
+class Pages(mmap.mmap):
+    """Pages of this process, which are unmapped when nobody holds them any more."""
+
+    before_unmapping: Callable[[], object] | None = None
+    """Called while they are still there, by whichever thread lets go of them last; not at the end of the interpreter. TRAP: a
+    ``weakref.finalize`` is called when they are gone, and somebody else's memory may be there (tests/backends/test_pages.py)."""
+
+    def __del__(self) -> None:
+        if self.before_unmapping is not None and not sys.is_finalizing():
+            self.before_unmapping()
+
+
+def host_pages(num_bytes: int) -> tuple[Tensor, Pages]:
     """Zeroed uint8 [num_bytes > 0] @host, from the start of a page, every page touched; and what holds its pages, which goes when
     the last view has gone."""
     pages = _anonymous(num_bytes)
@@ -42,8 +55,8 @@ def untouched_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(_anonymous(max(num_bytes, 1)), dtype=torch.uint8)[:num_bytes].view(dtype).view(tuple(shape))
 
 
-def _anonymous(num_bytes: int) -> mmap.mmap:
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def _anonymous(num_bytes: int) -> Pages:
+    pages = Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for name in _ADVICE:
         if hasattr(mmap, name):
             with suppress(OSError):

@@ -2,13 +2,17 @@
 
 A copy may not reach over the border between two registrations (CUDA calls it an invalid argument), so ``pieces`` says where a
 copy must be cut. A plane is registered whole or not at all, for the same reason. Knows no device: the driver's two calls are
-given. Checked by ``tests/backends/test_pinning.py``.
+given.
+
+Planes are given up whenever the last of their holders is collected, so ``unpin`` may be called by any thread and in the midst of
+any other call here, of the same thread too: readers take no lock, and a writer looks whether somebody was faster. Checked by
+``tests/backends/test_pinning.py``.
 """
 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right, insort
+from bisect import bisect_right
 from collections.abc import Callable
 
 PIECE_BYTES = 4 << 30
@@ -22,8 +26,8 @@ class Pinning:
         self, register: Callable[[int, int], int], unregister: Callable[[int], object], *, piece_bytes: int = PIECE_BYTES
     ) -> None:
         self._register, self._unregister, self._piece_bytes = register, unregister, piece_bytes
-        self._borders: list[int] = []
-        self._lock = threading.Lock()
+        self._borders: tuple[int, ...] = ()
+        self._lock = threading.RLock()
 
     def pin(self, address: int, num_bytes: int) -> int:
         """Register all of it; the driver's error code where it refuses a piece, and then none of it is."""
@@ -34,9 +38,7 @@ class Pinning:
                 for done in starts[:number]:
                     self._unregister(done)
                 return code
-        with self._lock:
-            for start in starts[1:]:
-                insort(self._borders, start)
+        self._change(lambda known: tuple(sorted((*known, *starts[1:]))))
         return 0
 
     def unpin(self, address: int, num_bytes: int) -> None:
@@ -44,14 +46,21 @@ class Pinning:
         starts = list(range(address, address + num_bytes, self._piece_bytes))
         for start in starts:
             self._unregister(start)
+        gone = frozenset(starts[1:])
+        self._change(lambda known: tuple(border for border in known if border not in gone))
+
+    def _change(self, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> None:
         with self._lock:
-            for start in starts[1:]:
-                self._borders.remove(start)
+            while True:
+                known = self._borders
+                changed = change(known)
+                if self._borders is known:  # else a plane was collected in the meantime, by this thread
+                    self._borders = changed
+                    return
 
     def pieces(self, address: int, num_bytes: int) -> list[slice]:
         """The stretches of ``num_bytes`` bytes from ``address`` on that one copy each may have."""
-        with self._lock:
-            first = bisect_right(self._borders, address)
-            last = bisect_right(self._borders, address + num_bytes - 1)
-            cuts = [border - address for border in self._borders[first:last]]
+        borders = self._borders
+        first, last = bisect_right(borders, address), bisect_right(borders, address + num_bytes - 1)
+        cuts = [border - address for border in borders[first:last]]
         return [slice(begin, end) for begin, end in zip([0, *cuts], [*cuts, num_bytes], strict=True)]

@@ -175,15 +175,19 @@ class Engine:
         ``settle`` completes it. Under a plan that updates on arrival, clipping is refused, and a step that is not finite raises
         ``LayerFerryError``: it has been taken.
         """
-        begin = time.perf_counter()
         refuse_beyond_plan(micro_batches, self.plan)
         objective = objective or self._default_objective
         refuse_whole_logits(objective, self._head_parts)
+        limit = self.max_grad_norm if max_grad_norm is None else max_grad_norm
+        with self.backend.computing():
+            return self._step(micro_batches, objective, lr=lr, limit=limit)
+
+    def _step(self, micro_batches: Sequence[MicroBatch], objective: Objective, *, lr: float, limit: float) -> StepReport:
+        begin = time.perf_counter()
         denominator = objective.denominator(micro_batches)
         report = _Counts(sum(m.num_targets for m in micro_batches), sum(m.num_tokens for m in micro_batches))
         if not denominator:
             return report.report(loss=math.nan, norm=math.nan, skipped=True, begin=begin, idle={})
-        limit = self.max_grad_norm if max_grad_norm is None else max_grad_norm
         hyper = StepHyper(lr=lr, step=self.num_steps + 1)
         if self._arrivals is not None:
             refuse_clipping(limit)
@@ -204,8 +208,7 @@ class Engine:
                 carry=number > 0,
                 router_loss=router_loss,
             )
-            with self.backend.computing():
-                loss = self._sweep.train(wave, loss)
+            loss = self._sweep.train(wave, loss)
             self._audited = True
         loss_value, norm_value = self._read(loss, self.drain.norms)
         if not (math.isfinite(loss_value) and math.isfinite(norm_value)):

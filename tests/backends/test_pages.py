@@ -70,6 +70,22 @@ def test_pages_go_with_their_last_view() -> None:
     assert not any(line.startswith(address) for line in Path("/proc/self/maps").read_text().splitlines())
 
 
+def test_who_is_told_before_pages_are_unmapped_finds_them_there() -> None:
+    buffer, pages = host_pages(32 << 20)
+    address, there = f"{buffer.data_ptr():x}-", []
+
+    def is_there() -> None:
+        there.append(any(line.startswith(address) for line in Path("/proc/self/maps").read_text().splitlines()))
+
+    pages.before_unmapping = is_there
+    del pages
+    gc.collect()
+    assert not there
+    del buffer
+    gc.collect()
+    assert there == [True]
+
+
 def test_untouched_zeros_take_no_memory_while_they_are_read() -> None:
     zeros = untouched_zeros((1 << 14, 1 << 13), torch.bfloat16)
     assert zeros.shape == (1 << 14, 1 << 13) and zeros.dtype == torch.bfloat16 and not zeros.any()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -60,3 +62,43 @@ def test_a_plane_is_registered_whole_or_not_at_all(refuses: int) -> None:
 
 def test_pieces_end_at_pages_of_every_size() -> None:
     assert PIECE_BYTES % (1 << 30) == 0
+
+
+class Collecting(int):
+    """An address that lets ``then`` happen when it is first compared, as a garbage collection would."""
+
+    then: Callable[[], object] | None = None
+
+    def __lt__(self, other: int) -> bool:
+        happens, self.then = self.then, None
+        if happens is not None:
+            happens()
+        return int(self) < other
+
+
+def test_a_plane_may_be_collected_while_another_is_copied() -> None:
+    driver = Driver()
+    pinning = Pinning(driver.register, driver.unregister, piece_bytes=4096)
+    assert pinning.pin(1 << 20, 10000) == 0 and pinning.pin(1 << 21, 10000) == 0
+    address, found = Collecting(1 << 21), list[slice]()
+    address.then = lambda: pinning.unpin(1 << 20, 10000)
+    worker = threading.Thread(target=lambda: found.extend(pinning.pieces(address, 10000)), daemon=True)
+    worker.start()
+    worker.join(timeout=10)
+    assert not worker.is_alive(), "it waits for itself"
+    assert found == [slice(0, 4096), slice(4096, 8192), slice(8192, 10000)]
+    assert list(driver.ranges) == [(1 << 21) + 4096 * number for number in range(3)]
+
+
+def test_a_plane_may_be_collected_while_another_is_pinned() -> None:
+    driver = Driver()
+    pinning = Pinning(driver.register, driver.unregister, piece_bytes=4096)
+    assert pinning.pin(1 << 20, 10000) == 0
+
+    def change(known: tuple[int, ...]) -> tuple[int, ...]:
+        if (1 << 20) + 4096 in known:
+            pinning.unpin(1 << 20, 10000)
+        return (*known, 1 << 22)
+
+    pinning._change(change)
+    assert pinning._borders == (1 << 22,)

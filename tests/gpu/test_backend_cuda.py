@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_a_failed_pin_costs_one_warning_and_no_kernel(monkeypatch: pytest.Monkey
 
 def test_a_buffer_registered_in_pieces_is_copied_over_their_borders() -> None:
     backend = CudaBackend()
-    backend._pinning = Pinning(cuda._register, cuda._unregister, piece_bytes=1 << 21)
+    backend._pinning = Pinning(backend._register, backend._unregister, piece_bytes=1 << 21)
     host = backend.host_buffer((5 << 20) + 4096, travels=True)
     back = backend.host_buffer(host.numel(), travels=True)
     host.copy_(torch.arange(host.numel(), dtype=torch.int64).remainder(251).to(torch.uint8))
@@ -74,7 +75,7 @@ def test_a_buffer_registered_in_pieces_is_copied_over_their_borders() -> None:
 
 def test_weights_made_on_the_device_cross_the_borders_of_pinned_planes() -> None:
     backend = CudaBackend()
-    backend._pinning = Pinning(cuda._register, cuda._unregister, piece_bytes=1 << 21)
+    backend._pinning = Pinning(backend._register, backend._unregister, piece_bytes=1 << 21)
     layout = Layout.of([ParameterSpec(name="w", shape=(3 << 20,), dtype=torch.bfloat16)])
     unit = Unit(index=0, name="only", is_layer=True, layout=layout, names={"w": "w"})
     for residue in (RESIDUE_PLANE, NO_PLANE):
@@ -84,6 +85,34 @@ def test_weights_made_on_the_device_cross_the_borders_of_pinned_planes() -> None
             kept = value.cpu().float()
             expected = kept if residue is RESIDUE_PLANE else kept.bfloat16().float()
             assert torch.equal(store.master(unit, layout.by_name["w"]), expected)
+
+
+def test_pages_are_registered_until_they_are_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, there = CudaBackend(), []
+    real = backend._pinning._unregister
+
+    def unregister(address: int) -> None:
+        there.append(is_mapped(address))
+        real(address)
+
+    monkeypatch.setattr(backend._pinning, "_unregister", unregister)
+    buffer = backend.host_buffer(1 << 22, travels=True)
+    del buffer
+    gc.collect()
+    assert there == [True]
+
+
+def is_mapped(address: int) -> bool:
+    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
+
+
+def test_computing_is_the_compute_lane_whatever_the_caller_is_at() -> None:
+    backend = CudaBackend()
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        assert torch.cuda.current_stream() != backend._streams[Lane.COMPUTE]
+        with backend.computing():
+            assert torch.cuda.current_stream() == backend._streams[Lane.COMPUTE]
 
 
 def test_copies_wait_for_fences() -> None:
