@@ -41,6 +41,7 @@ run 7b-adam8 6 step step --case 7b-adam8 $stream --budget 0.0 --optim adamw_8bit
 run 7b-16k 5 step step --case 7b-16k --model qwen2.5-7b --rows 16 --row-tokens 1024 --auto 1
 run 7b-muon 7 step step --case 7b-muon $stream --budget 0.0 --optim muon
 run 14b-adam8 9 step step --case 14b-adam8 --model qwen2.5-14b $rows --micro-batch-rows 32 --waves 2 --budget 0.1 --optim adamw_8bit --steps 3
+run 32b-lean 12 step step --case 32b-lean --model qwen2.5-32b --rows 64 --row-tokens 1024 --auto 1 --optim adamw_8bit --master-weights bf16 --steps 3
 run 14b-free 10 step step --case 14b-free --model qwen2.5-14b $rows --auto 1
 run 7b-arrival 6 step step --case 7b-arrival --model qwen2.5-7b $rows --auto 1 --device-memory 60 --on-arrival 1
 run 7b-24gib 7 step step --case 7b-24gib --model qwen2.5-7b $rows --auto 1 --device-memory 24
@@ -66,9 +67,8 @@ run curves 8 curves curves --shape smollm2-135m --rows 32 --row-tokens 512 --ste
 
 # Studies.
 run depth 9 sweep sweep depth --model qwen2.5-7b --budget 0.0 --steps 3 --warmup 1
-run ablation 9 sweep sweep ablation --model qwen2.5-7b --layers 14 --budget 0.0 --steps 3 --warmup 1
-run ablation-16k 6 sweep sweep ablation --tokens 16384 --micro-batch-tokens 16384 --model qwen2.5-7b --layers 14 --budget 0.0
-run length 9 sweep sweep length --model qwen2.5-7b --layers 14 --budget 0.0 --steps 3 --warmup 1
-run width 9 sweep sweep width --model qwen2.5-7b --budget 0.0 --steps 3 --warmup 1
+run ablation 7 sweep sweep ablation --tokens 32768 --micro-batch-tokens 32768 --model qwen2.5-7b --budget 0.0 --steps 3 --warmup 1
+run length 9 sweep sweep length --model qwen2.5-7b --budget 0.0 --steps 2 --warmup 1
+run width 9 sweep sweep width --tokens 65536 --model qwen2.5-7b --budget 0.0 --steps 2 --warmup 1
 
 [ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }

@@ -67,7 +67,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--slots", type=int, default=3)
     parser.add_argument("--slabs", type=int, default=2)
     parser.add_argument("--end-parts", type=int, default=1, help="parts in which embedding and head travel")
-    parser.add_argument("--auto", type=int, default=0, help="1: the planner chooses everything but rows and their length")
+    parser.add_argument(
+        "--auto",
+        type=int,
+        default=0,
+        help="1: the planner chooses the plan; options for rows, length and budgets count, those for a plan do not",
+    )
     parser.add_argument("--device-memory", type=float, default=0.0, help="GiB that the planner may use; 0: what is there")
     parser.add_argument("--host-memory", type=float, default=0.0, help="GiB of host memory that it may use; 0: what is there")
     parser.add_argument("--home", type=int, default=0, help="units, from the embedding on, that live on the device")
