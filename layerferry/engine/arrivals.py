@@ -130,6 +130,20 @@ class SpoiltStep(LayerFerryError):
     """A step that is not finite has been taken: the weights in memory are of no use."""
 
 
+class HalfTakenStep(LayerFerryError):
+    """A step has broken off between its first update and its last: the weights in memory are of no use, and those before it were
+    well."""
+
+
+def half_taken(step: int, error: BaseException) -> HalfTakenStep:
+    """What whoever goes on all the same is told."""
+    reason = f"{type(error).__name__}: {error}".split("\n", 1)[0].rstrip(" .:")
+    return HalfTakenStep(
+        f"step {step} broke off when some of its updates had been made ({reason}): the weights in memory are of two steps, and "
+        "nothing more can be done with them"
+    )
+
+
 def taken_already(step: int, loss: float, norm: float) -> SpoiltStep:
     """What there is to say of it."""
     return SpoiltStep(

@@ -41,8 +41,12 @@ class Clock:
             yield
         self._waits.append((cause, before, self._backend.mark(Lane.COMPUTE)))
 
+    def forget_waits(self) -> None:
+        """What was booked so far is no step's."""
+        self._waits = []
+
     def take_waits(self) -> dict[str, float]:
-        """Seconds booked since the last call, by cause. Call behind the step's synchronisation."""
+        """Seconds booked since they were taken or forgotten last, by cause. Call behind the step's synchronisation."""
         waits, self._waits = self._waits, []
         booked: dict[str, float] = {}
         for cause, before, after in waits:

@@ -64,6 +64,8 @@ class DeferredSteps:
         """Seconds the worker has spent in updates since the start."""
         self._waited_s, self._waiting = 0.0, set[float]()
         self._counting = threading.Lock()
+        self.num_begun = 0
+        """Updates that were ordered since the start, or made at once."""
         self.num_done = 0
         """Updates that the worker has finished since the start."""
 
@@ -76,6 +78,7 @@ class DeferredSteps:
         self._store.expect(units)
         begun: _Update | None = None
         for unit in units:
+            self.num_begun += 1
             own = replace(hyper, stream=unit.stream)
             held = self._held.pop(unit.index, None)
             if unit.index in self._store.on_device:
@@ -94,6 +97,7 @@ class DeferredSteps:
 
     def arrived(self, unit: Unit, hyper: StepHyper, drained: Fence, grad: Plane) -> Future[Fence]:
         """Update one unit @host from ``grad``, which is no plane of the store and may be used again when the future is done."""
+        self.num_begun += 1
         own, held = replace(hyper, stream=unit.stream), self._held.pop(unit.index, None)
         update = _Update(unit=unit, hyper=own, drained=drained, held=held, grad=grad)
         update.first = self._ready[unit.index] = self._worker.submit(self._begin, update)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -20,7 +21,14 @@ import torch
 from torch import Tensor
 
 from layerferry.backends.base import Backend
-from layerferry.engine.arrivals import gradient_homes, refuse_carried_arrivals, refuse_clipping, taken_already
+from layerferry.engine.arrivals import (
+    SpoiltStep,
+    gradient_homes,
+    half_taken,
+    refuse_carried_arrivals,
+    refuse_clipping,
+    taken_already,
+)
 from layerferry.engine.batch import MicroBatch
 from layerferry.engine.clock import Clock
 from layerferry.engine.compiled import preparer
@@ -40,7 +48,7 @@ from layerferry.engine.sweep import Sweep
 from layerferry.engine.tape import Tape, rebuilt
 from layerferry.engine.templates import Templates
 from layerferry.engine.wave import Wave
-from layerferry.errors import PlanError
+from layerferry.errors import LayerFerryError, PlanError
 from layerferry.layout import round_up
 from layerferry.models.skeleton import Skeleton
 from layerferry.objectives.base import Objective
@@ -98,6 +106,8 @@ class Engine:
         """Optimizer steps taken (deferred ones included)."""
         self.tape_type = Tape
         """What records the waves; ``anomaly.WatchfulTape`` names the first unit that is not finite."""
+        self._spoilt: LayerFerryError | None = None
+        """Why the weights are of no use."""
         self._seed = seed
         self._default_objective = CrossEntropy()
         self.clock = Clock(backend)
@@ -141,13 +151,15 @@ class Engine:
         """Go on under another plan whose planes lie where they lie now: old buffers are freed before new ones are asked for.
 
         Also after a step that has failed: such a step has updated nothing. TRAP: not inside the handler that caught the error,
-        whose traceback keeps the old buffers alive (tests/engine/test_replan.py).
+        whose traceback keeps the old buffers alive (tests/engine/test_replan.py). Where the new ones find no room either, the
+        engine has none until ``replan`` is called again, with a smaller plan.
         """
         assert plan.on_device == self.plan.on_device and plan.on_disk == self.plan.on_disk, "planes do not move"
         assert plan.fp32 == self.plan.fp32
         self.settle()
         self.backend.synchronize()
-        del self.feed, self.drain, self.kept, self._sweep, self._head_parts, self._slots, self._arrivals
+        for name in ("feed", "drain", "kept", "_sweep", "_head_parts", "_slots", "_arrivals"):
+            self.__dict__.pop(name, None)  # they may be missing: the plan before this one did not fit
         gc.collect()
         self.backend.drop_workspaces()
         self._allocate(plan)
@@ -173,14 +185,33 @@ class Engine:
 
         Clips by global norm to ``max_grad_norm`` (None: the engine's own; 0: not at all). The update is deferred;
         ``settle`` completes it. Under a plan that updates on arrival, clipping is refused, and a step that is not finite raises
-        ``LayerFerryError``: it has been taken.
+        ``LayerFerryError``: it has been taken. A step that breaks off with an exception has updated nothing, or else the engine
+        refuses to go on.
         """
+        self._refuse_spoilt()
         refuse_beyond_plan(micro_batches, self.plan)
         objective = objective or self._default_objective
         refuse_whole_logits(objective, self._head_parts)
         limit = self.max_grad_norm if max_grad_norm is None else max_grad_norm
-        with self.backend.computing():
+        with self.backend.computing(), self._taking(self.num_steps + 1):
             return self._step(micro_batches, objective, lr=lr, limit=limit)
+
+    @contextmanager
+    def _taking(self, step: int) -> Iterator[None]:
+        """What breaks off inside, behind the first update, leaves weights of two steps."""
+        before = self.deferred.num_begun
+        self.clock.forget_waits()
+        try:
+            yield
+        except BaseException as error:
+            if self.deferred.num_begun > before:
+                # without a traceback, which would keep buffers alive
+                self._spoilt = SpoiltStep(str(error)) if isinstance(error, SpoiltStep) else half_taken(step, error)
+            raise
+
+    def _refuse_spoilt(self) -> None:
+        if self._spoilt is not None:
+            raise self._spoilt.with_traceback(None)
 
     def _step(self, micro_batches: Sequence[MicroBatch], objective: Objective, *, lr: float, limit: float) -> StepReport:
         begin = time.perf_counter()
@@ -237,6 +268,7 @@ class Engine:
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], objective: Objective | None = None) -> EvalReport:
         """Mean loss over ``micro_batches`` with the weights of the latest step; pending updates are waited for unit by unit."""
+        self._refuse_spoilt()
         objective = objective or self._default_objective
         refuse_whole_logits(objective, self._head_parts)
         denominator = objective.denominator(micro_batches)
@@ -250,11 +282,12 @@ class Engine:
             with self.backend.computing():
                 wave = numbered[start : start + wave_size]
                 total += float(self._sweep.evaluate(wave, objective, denominator, router_loss=router_loss))
-        self.clock.take_waits()  # they are no step's
+        self.clock.forget_waits()
         return EvalReport(loss=total, num_targets=sum(m.num_targets for m in micro_batches))
 
     def settle(self) -> None:
-        """Finish every deferred update: the store is then the model of the latest step."""
+        """Finish every deferred update: the store is then the model of the latest step. Raises where that is of no use."""
+        self._refuse_spoilt()
         self.deferred.settle()
 
     def save_pretrained(self, folder: str | Path, *, tokenizer: Any = None) -> None:

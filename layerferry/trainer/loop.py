@@ -22,11 +22,11 @@ import torch
 from layerferry.config import Config
 from layerferry.data import Cursor, DataSets, Prefetch, Sampler, StepBatch, step_batches
 from layerferry.engine.anomaly import check_norms
-from layerferry.engine.arrivals import SpoiltStep
+from layerferry.engine.arrivals import HalfTakenStep, SpoiltStep
 from layerferry.engine.engine import Engine, StepReport
-from layerferry.errors import LayerFerryError
+from layerferry.errors import LayerFerryError, PlanError
 from layerferry.optim.schedule import Schedule
-from layerferry.trainer.cadence import Cadence
+from layerferry.trainer.cadence import Cadence, Due
 from layerferry.trainer.checkpoints import WITHOUT, Checkpoints, behind_a_spoilt_step, how_to_go_on
 from layerferry.trainer.disk import DiskWatch
 from layerferry.trainer.evaluation import evaluate
@@ -75,8 +75,9 @@ class Loop:
     """The lane that this thread waits for now."""
     disk: DiskWatch | None = None
     """None: nothing is @disk."""
-    retreat: Callable[[int], None] | None = None
-    """Gives the engine a smaller plan after so many steps, or raises; None: out of device memory is the end."""
+    retreat: Callable[[str, int], None] | None = None
+    """Gives the engine a smaller plan, or raises: for a "step" or an "evaluation" that has run out of device memory, after so
+    many of them; None: that is the end."""
 
     def __post_init__(self) -> None:
         train = self.config.train
@@ -84,7 +85,7 @@ class Loop:
         self._spikes = SpikeGuard()
         self._first_step = self.totals.step
         self.history.step, self.history.epoch = self.totals.step, self.sampler.epochs_done(self.cursor)
-        self._num_evaluated = 0
+        self._num_evaluated = self._num_evaluations = 0
         self.interrupts = Interrupts()
         """Of the steps: a signal in the last one ends the run when the model is saved."""
 
@@ -102,27 +103,29 @@ class Loop:
         with Interrupts() as interrupts:
             self.interrupts = interrupts
             try:
-                while not self._steps(interrupts):
-                    assert self.retreat is not None
-                    self.retreat(self.steps_taken)
+                while self.totals.step < self.cadence.total_steps:
+                    if not self._steps(interrupts):
+                        assert self.retreat is not None
+                        self.retreat("step", self.steps_taken)
                 return self._finish(self.sampler.epochs_done(self.cursor))
             except (SpoiltStep, TooManySkips) as error:
                 self.checkpoints.report(wait=True)
                 raise LayerFerryError(f"{error}. {behind_a_spoilt_step(self.output, self.totals.step)}") from error
+            except HalfTakenStep as error:
+                self.checkpoints.report(wait=True)
+                raise LayerFerryError(f"{error}; {how_to_go_on(self.output)}") from error
             finally:
                 self.checkpoints.report(wait=True)  # also where the run ends in an error: the state before it is not lost
 
     def _steps(self, interrupts: Interrupts) -> bool:
-        """Take the steps that are left; False: a step has run out of device memory, and has updated nothing."""
-        source = step_batches(self.data.train, self.sampler, self.cursor, self.engine.plan.micro_batch_rows, self.data.pad_id)
+        """Take the steps that are left, as long as the plan's micro-batches are these; False: a step has run out of device
+        memory."""
+        rows = self.engine.plan.micro_batch_rows
+        source = step_batches(self.data.train, self.sampler, self.cursor, rows, self.data.pad_id)
         with self._prefetched(source) as batches:
-            while self.totals.step < self.cadence.total_steps:
-                try:
-                    self._one(batches)
-                except torch.OutOfMemoryError:
-                    if self.retreat is None:
-                        raise
-                    return False  # the handler is left before anything is allocated: its traceback holds the old buffers
+            while self.totals.step < self.cadence.total_steps and rows == self.engine.plan.micro_batch_rows:
+                if not self._one(batches):
+                    return False
                 if interrupts.received is not None and self.totals.step < self.cadence.total_steps:
                     raise interrupts.error(self._leave())
         return True
@@ -137,16 +140,21 @@ class Loop:
             with self.waiting("data loader"):
                 batches.close()
 
-    def _one(self, batches: Prefetch[StepBatch]) -> None:
-        """One step, and what is due behind it."""
+    def _one(self, batches: Prefetch[StepBatch]) -> bool:
+        """One step, and what is due behind it; False: it has run out of device memory."""
         begin = time.monotonic()
         with self.waiting("data loader"):
             batch = next(batches)
         lr = self.schedule.lr_at(self.totals.step + 1)
-        with self.waiting("device"), self.recorder.recording(self.totals.step + 1), named_rows(batch):
-            report = self.engine.step(batch.micro_batches, lr=lr)
-            if report.skipped and report.num_targets and self.config.train.detect_anomaly:
-                check_norms(self.engine, report.loss)
+        try:
+            with self.waiting("device"), self.recorder.recording(self.totals.step + 1), named_rows(batch):
+                report = self.engine.step(batch.micro_batches, lr=lr)
+                if report.skipped and report.num_targets and self.config.train.detect_anomaly:
+                    check_norms(self.engine, report.loss)
+        except torch.OutOfMemoryError:
+            if self.retreat is None:
+                raise
+            return False  # the handler is left before anything is allocated: its traceback holds the old buffers
         self.checkpoints.report(wait=False)
         self.cursor, self.history.epoch = batch.cursor, batch.epoch
         ends_epoch = batch.cursor.position == 0
@@ -157,8 +165,16 @@ class Loop:
             self._count(batch, report, begin)
             due = self.cadence.after(self.totals.step, ends_epoch=ends_epoch)
             self._show(batch, report, lr, logs=due.log)
-        if due.evaluate:
-            self.evaluate(batch.epoch)
+        try:
+            if due.evaluate:
+                self.evaluate(batch.epoch)
+        except PlanError:
+            self._save(due)  # what has been trained is not lost for want of room to measure it
+            raise
+        self._save(due)
+        return True
+
+    def _save(self, due: Due) -> None:
         if due.save:
             self.progress.activity(f"saving checkpoint-{self.totals.step}")
             self.checkpoints.save(self.totals.step, self.state(), self.history)
@@ -279,15 +295,27 @@ class Loop:
     def evaluate(self, epoch: float) -> dict[str, float]:
         """Measure the loss on the evaluation sets and record it; a second call at one step measures nothing."""
         if self.last_eval is None or self.last_eval[0] != self.totals.step:
-            rows = min(self.config.train.per_device_eval_batch_size, self.engine.plan.micro_batch_rows)
-            with self.waiting("device"):
-                metrics = evaluate(self.engine, self.data.eval, rows=rows, pad_id=self.data.pad_id, show=self._show_evaluation)
+            while (metrics := self._measured()) is None:
+                assert self.retreat is not None
+                self.retreat("evaluation", self._num_evaluations)
+            self._num_evaluations += 1
             self._record(metrics, epoch)
             losses = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items() if key.endswith("loss"))
             logger.info("step %d/%d: %s", self.totals.step, self.cadence.total_steps, losses)
             self.last_eval = (self.totals.step, metrics)
             self.schedule.observe(next(value for key, value in metrics.items() if key.endswith("loss")))
         return {**self.last_eval[1], "epoch": epoch}
+
+    def _measured(self) -> dict[str, float] | None:
+        """None: the evaluation has run out of device memory."""
+        rows = min(self.config.train.per_device_eval_batch_size, self.engine.plan.micro_batch_rows)
+        try:
+            with self.waiting("device"):
+                return evaluate(self.engine, self.data.eval, rows=rows, pad_id=self.data.pad_id, show=self._show_evaluation)
+        except torch.OutOfMemoryError:
+            if self.retreat is None:
+                raise
+            return None  # as above, behind the handler
 
     def _show_evaluation(self, text: str) -> None:
         self._num_evaluated += 1

@@ -1,9 +1,10 @@
-"""Out of device memory in the first steps: the same run under the next smaller plan.
+"""Out of device memory in the first steps or evaluations: the same run under the next smaller plan.
 
 A plan's activations may be an estimate, other processes come and go, and libraries take workspaces that nobody has counted. A
-step that fails for want of device memory has updated nothing, so the planes, which are the run, stay where they are;
-buffers and templates are made anew for a plan that keeps less, and the step is taken again. Places of planes do not change.
-Later than ``MOST_STEPS`` it is no matter of the plan, and the error says so. Checked by ``tests/trainer/test_retreat.py``.
+step that fails for want of device memory has updated nothing (else the engine says so, and the run ends), so the planes, which
+are the run, stay where they are; buffers and templates are made anew for a plan that keeps less, and the step is taken again,
+or the evaluation made again. Places of planes do not change. Later than ``MOST_DONE`` it is no matter of the plan, and the error
+says so. Checked by ``tests/trainer/test_retreat.py``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+
+import torch
 
 from layerferry.engine.engine import Engine
 from layerferry.errors import PlanError
@@ -31,8 +34,8 @@ CHANGING = (
     "num_waves",
     "first_wave",
 )
-MOST_STEPS = 3
-"""Steps of this process after which an allocation that fails is no longer the plan's fault."""
+MOST_DONE = 3
+"""Steps, or evaluations, of this process after which an allocation that fails is no longer the plan's fault."""
 WORTH_TRYING = 0.95
 """A smaller plan is one that is predicted to need at most this share."""
 
@@ -62,6 +65,8 @@ def _neighbours(plan: Plan) -> Iterator[Plan]:
     yield from (replace(plan, num_slots=one + plan.turn_layers, num_slabs=min(plan.num_slabs, 2)) for one in fewer)
     for one in rows:
         yield from (replace(_of_rows(plan, one), activation_budget=budget) for budget in budgets)
+    if plan.on_arrival and not plan.resident_gradients:
+        return  # the gradients of several waves have no place to be summed
     if waves > plan.num_waves and (plan.fp32 or plan.carry_fp32 or plan.resident_gradients):
         more = replace(plan, num_waves=waves, first_wave=0)
         yield from (replace(more, activation_budget=one) for one in (plan.activation_budget, *budgets))
@@ -78,23 +83,44 @@ def _turning(plan: Plan, turn: int) -> Plan:
     return replace(plan, turn_layers=turn, num_slots=min(plan.num_slots, max(turn + others, 3)))
 
 
-def retreat(engine: Engine, question: Problem, *, steps_done: int) -> None:
-    """Give ``engine`` the next smaller plan. Raises ``PlanError`` where there is none, or it is too late."""
-    before = engine.plan
-    plan = smaller(question, before) if steps_done < MOST_STEPS else None
-    if plan is None:
-        remedy = (
-            "device_memory is what the allocator may take, gaps between tensors included: set it higher, or micro_batch_rows or "
-            "activation_budget lower, and resume"
-            if question.machine.device_source == "device_memory"
-            else "another process may have taken some of it; set device_memory, micro_batch_rows or activation_budget lower, and "
-            "resume"
+def retreat(engine: Engine, question: Problem, *, what: str, done: int) -> None:
+    """Give ``engine`` the next smaller plan that there is room for, after so many steps or evaluations (``what``). Raises
+    ``PlanError`` where there is none, or it is too late, ``HalfTakenStep`` where the step cannot be taken again."""
+    engine.settle()
+    while True:
+        before = engine.plan
+        plan = smaller(question, before) if done < MOST_DONE else None
+        if plan is None:
+            raise _no_room(question, before, what, done)
+        logger.warning(
+            "out of device memory: the %s again under a smaller plan (%s: %s @device, not %s); nothing is lost",
+            "step is taken" if what == "step" else f"{what} is made",
+            *(_changes(before, plan), size_text(plan.total("@device")), size_text(before.total("@device"))),
         )
-        planned = size_text(before.total("@device"))
-        raise PlanError(f"out of device memory after {steps_done} steps with {planned} planned: {remedy}")
-    changes = [f"{name} {old} -> {new}" for name in CHANGING if (old := getattr(before, name)) != (new := getattr(plan, name))]
-    logger.warning(
-        "out of device memory: the step is taken again under a smaller plan (%s: %s @device, not %s); nothing is lost",
-        *(", ".join(changes), size_text(plan.total("@device")), size_text(before.total("@device"))),
+        if _fits(engine, plan):
+            return
+
+
+def _fits(engine: Engine, plan: Plan) -> bool:
+    """Whether there was room for the buffers of ``plan``, which the engine has now."""
+    try:
+        engine.replan(plan)
+    except torch.OutOfMemoryError:
+        return False  # the handler is left before the next one is tried: its traceback holds what was allocated
+    return True
+
+
+def _changes(before: Plan, plan: Plan) -> str:
+    both = ((name, getattr(before, name), getattr(plan, name)) for name in CHANGING)
+    return ", ".join(f"{name} {old} -> {new}" for name, old, new in both if old != new)
+
+
+def _no_room(question: Problem, plan: Plan, what: str, done: int) -> PlanError:
+    remedy = (
+        "device_memory is what the allocator may take, gaps between tensors included: set it higher, or micro_batch_rows or "
+        "activation_budget lower, and resume"
+        if question.machine.device_source == "device_memory"
+        else "another process may have taken some of it; set device_memory, micro_batch_rows or activation_budget lower, and "
+        "resume"
     )
-    engine.replan(plan)
+    return PlanError(f"out of device memory after {done} {what}s with {size_text(plan.total('@device'))} planned: {remedy}")

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from layerferry.backends.chaos import ChaosBackend
 from layerferry.backends.cpu import CpuBackend
+from layerferry.engine.arrivals import HalfTakenStep, SpoiltStep
 from layerferry.engine.engine import Engine
 from layerferry.engine.sizes import arrival_sizes
+from layerferry.engine.tape import Tape
 from layerferry.errors import ConfigError, LayerFerryError, PlanError
 from layerferry.layout import GRAD
 from layerferry.optim.adafactor import Adafactor
@@ -21,6 +23,7 @@ from layerferry.optim.base import Optimizer
 from layerferry.optim.formats import StateFormat
 from layerferry.optim.muon import Muon
 from layerferry.plan import Plan
+from layerferry.units import Unit
 from tests.conformance.harness import make_engine, micro_batches
 from tests.engine.small import same, small_model, state
 
@@ -133,7 +136,70 @@ def test_a_step_that_is_not_finite_ends_the_run_and_says_so() -> None:
         LayerFerryError, match=r"step 2 was not finite .* could not be skipped: .* update_on_arrival: false skips such a step"
     ):
         engine.step(micro_batches(2), lr=1e-3, max_grad_norm=0.0)
+    with pytest.raises(SpoiltStep, match="step 2 was not finite"):
+        engine.settle()
     engine.close()
+
+
+class Boom(Exception):
+    """Not one of ours."""
+
+
+class EndsLow(Tape):
+    """Breaks off in the backward of the lowest layer."""
+
+    def backward(self, unit: Unit, *args: Any, **kwargs: Any) -> Any:
+        if unit.name == "layer.0":
+            raise Boom("no such\nthing")
+        return super().backward(unit, *args, **kwargs)
+
+
+class EndsHigh(Tape):
+    """Breaks off in the forward of the highest layer."""
+
+    def forward(self, unit: Unit, *args: Any, **kwargs: Any) -> Any:
+        if unit.name == f"layer.{LAYERS - 1}":
+            raise Boom("no such thing")
+        return super().forward(unit, *args, **kwargs)
+
+
+def test_a_step_that_breaks_off_behind_its_first_update_is_the_last() -> None:
+    """Weights of two steps are neither measured nor saved, and no step goes on from them."""
+    engine = make_engine(small_model(layers=LAYERS), ARRIVING)
+    engine.step(micro_batches(4), lr=1e-2, max_grad_norm=0.0)
+    engine.tape_type = EndsLow
+    with pytest.raises(Boom):
+        engine.step(micro_batches(4, seed=1), lr=1e-2, max_grad_norm=0.0)
+    engine.tape_type = Tape
+    for use in (
+        lambda: engine.step(micro_batches(4), lr=1e-2, max_grad_norm=0.0),
+        lambda: engine.evaluate(micro_batches(2)),
+        lambda: engine.replan(ARRIVING),
+        engine.settle,
+    ):
+        with pytest.raises(HalfTakenStep, match=r"^step 2 broke off .* been made \(Boom: no such\): .* of two steps"):
+            use()
+    engine.close()
+
+
+@pytest.mark.parametrize("chaos", [None, 2])
+def test_a_step_that_breaks_off_before_its_first_update_is_no_step(chaos: int | None, deferred: Any) -> None:
+    """And another plan behind it changes no bit either."""
+    made = make_engine(small_model(layers=LAYERS), ARRIVING, backend=CpuBackend() if chaos is None else ChaosBackend(chaos))
+    seen = []
+    for step in range(4):
+        made.tape_type = EndsHigh
+        with pytest.raises(Boom):
+            made.step(micro_batches(4, seed=step), lr=1e-2, max_grad_norm=0.0)
+        made.tape_type = Tape
+        if step == 2:
+            made.replan(replace(ARRIVING, num_slots=3, activation_budget=0.0))
+        report = made.step(micro_batches(4, seed=step), lr=1e-2 / (1 + step), max_grad_norm=0.0)
+        seen += [report.loss, report.grad_norm]
+        if step == 1:
+            seen.append(made.evaluate(micro_batches(2, seed=9)).loss)
+    assert seen == deferred[0] and same(state(made), deferred[1])
+    made.close()
 
 
 def test_clipping_and_carried_gradients_are_refused() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from layerferry.backends.chaos import ChaosBackend
+from layerferry.engine.arrivals import HalfTakenStep
 from layerferry.engine.engine import clip_coefficient
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.reference import ReferenceKernels
@@ -113,6 +115,26 @@ def test_a_failing_update_reaches_whoever_needs_the_unit() -> None:
         engine.step(micro_batches(1), lr=1e-2)
     with pytest.raises(OSError, match="disk full"):
         engine.settle()
+    engine.close()
+
+
+def test_an_update_that_fails_on_the_device_spoils_the_weights_behind_others() -> None:
+    """It is made at once, and what runs out of memory there has left earlier units updated: the step cannot be taken again."""
+
+    class Full(AdamW):
+        num_updates = 0
+
+        def step(self, *args: Any, **kwargs: Any) -> None:
+            self.num_updates += 1
+            if self.num_updates == 3:
+                raise torch.OutOfMemoryError("full")
+            super().step(*args, **kwargs)
+
+    engine = make_engine(small_model(), replace(PLAN, on_device=(0, 1, 2, 3, 4)), optimizer=Full(kernels=ReferenceKernels()))
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        engine.step(micro_batches(1), lr=1e-2)
+    with pytest.raises(HalfTakenStep, match=r"step 1 broke off .* \(OutOfMemoryError: full\)"):
+        engine.step(micro_batches(1), lr=1e-2)
     engine.close()
 
 
