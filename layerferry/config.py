@@ -7,7 +7,8 @@ Readers of files (``interop``) fill these; everything below the command line tak
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 RESUME_NEWEST = "newest"
@@ -205,6 +206,10 @@ class Pins:
 
     def __contains__(self, field: str) -> bool:
         return getattr(self, field, None) is not None
+
+    def items(self) -> Iterator[tuple[str, float]]:
+        """What is fixed, by field."""
+        return ((field.name, getattr(self, field.name)) for field in fields(Pins) if field.name in self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

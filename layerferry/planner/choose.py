@@ -112,7 +112,11 @@ def _measured_or(question: Problem, plan: Plan) -> Plan:
 
 def with_notes(question: Problem, plan: Plan) -> Plan:
     """``plan`` with what a reader must know of it."""
-    notes = []
+    notes = [
+        f"{name}: {_word(wanted)} is pinned; this model and step allow {_word(given)}"
+        for name, wanted in question.pins.items()
+        if (given := getattr(plan, name)) != wanted and not (name == "carry_fp32" and plan.fp32)  # they have four bytes anyway
+    ]
     if plan.seconds is not None:
         notes.append(_limit(plan, plan.seconds))
     if not is_exact(plan):
@@ -150,6 +154,10 @@ def with_notes(question: Problem, plan: Plan) -> Plan:
     if question.machine.guessed:
         notes.append("rates are guesses: `layerferry probe` measures them")
     return replace(plan, notes=tuple(notes))
+
+
+def _word(value: float) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}"
 
 
 def pinned_bytes(question: Problem, plan: Plan) -> int:

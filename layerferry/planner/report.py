@@ -130,7 +130,7 @@ def _title(plan: Plan, model: Model) -> str:
 
 def _choices(plan: Plan, pins: Pins) -> str:
     micro = -(-plan.rows_per_step // plan.micro_batch_rows)
-    tokens = plan.micro_batch_rows * plan.row_tokens
+    tokens = min(plan.micro_batch_rows, plan.rows_per_step) * plan.row_tokens
     budget = "keep everything" if plan.activation_budget >= 1.0 else "keep this share, compute the rest again"
     rows = [
         ("micro_batch_rows", str(plan.micro_batch_rows), f"{micro} micro-batch{'es' * (micro > 1)} of {tokens:,} tokens"),
@@ -169,7 +169,8 @@ def _choices(plan: Plan, pins: Pins) -> str:
         ("optimizer_threads", str(plan.optimizer_threads), "AdamW on the CPU, beside the next forward"),
         ("chunk_tokens", str(plan.chunk_tokens), "tokens whose logits exist at once"),
     ]
-    lines = [f"  {name:<18} {value:>6}  {'pinned ' if name in pins else 'planner'}  {text}" for name, value, text in rows]
+    kept = {name for name, wanted in pins.items() if getattr(plan, name) == wanted}
+    lines = [f"  {name:<18} {value:>6}  {'pinned ' if name in kept else 'planner'}  {text}" for name, value, text in rows]
     return "\n".join(["choices", *lines])
 
 

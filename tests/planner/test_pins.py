@@ -11,6 +11,7 @@ import pytest
 from layerferry.config import Pins
 from layerferry.errors import PlanError
 from layerferry.planner.choose import decide
+from layerferry.planner.report import render
 from tests.planner.subjects import config
 from tests.planner.test_choose import ask
 
@@ -115,3 +116,24 @@ def test_slots_that_are_too_few_for_layers_that_turn_are_refused_before_weights_
             decide(ask(given))
     else:
         assert decide(ask(given)).plan.turn_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"num_waves": 99}, "num_waves: 99 is pinned; this model and step allow 16"),
+        ({"num_waves": 2, "first_wave": 99}, "first_wave: 99 is pinned; this model and step allow 0"),
+        ({"device_units": 99}, "device_units: 99 is pinned; this model and step allow 30"),
+    ],
+)
+def test_a_pin_beyond_what_there_is_is_said(given: dict[str, Any], said: str) -> None:
+    decision = decide(ask(config(rows=16, micro_batch_rows=1, **given)))
+    assert said in decision.plan.notes
+    name = said.partition(":")[0]
+    table = render(decision.plan, decision.question)
+    assert re.search(rf"^ *{name} .*planner", table, re.M) or name == "first_wave"
+
+
+def test_of_pins_that_are_kept_nothing_is_said() -> None:
+    decision = decide(ask(config(rows=16, num_waves=2, micro_batch_rows=4)))
+    assert not any("is pinned" in note for note in decision.plan.notes)
