@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from layerferry.backends.base import Backend
+from layerferry.backends.base import Backend, Lane
 from layerferry.layout import FP32_PLANE, GRAD, GRAD_PLANE, RESIDUE, RESIDUE_PLANE, WEIGHT, WEIGHT_PLANE, Entry, Plane, PlaneSpec
 from layerferry.master import join_master, split_master, split_master24
 from layerferry.store.away import away
@@ -95,7 +95,9 @@ class Store:
         if unit.index in self.on_disk and kind not in TRAVELLING:
             return Plane(unit.layout, spec, away(num_bytes, f"{kind} of {unit.name}"))
         if unit.index in self.on_device:
-            return Plane(unit.layout, spec, backend.device_buffer(num_bytes))
+            home = backend.device_buffer(num_bytes)
+            backend.touch(Lane.COMPUTE, writes=[home])  # it is filled by whoever has a value for it
+            return Plane(unit.layout, spec, home)
         return Plane(unit.layout, spec, backend.host_buffer(num_bytes, travels=kind in TRAVELLING))
 
     def plane(self, unit: Unit, kind: str) -> Plane:

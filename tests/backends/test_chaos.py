@@ -161,7 +161,10 @@ def test_two_hundred_orders_of_events_give_the_same_bits(number: int) -> None:
 
 
 def buffers(backend: ChaosBackend) -> tuple[Tensor, Tensor]:
-    return backend.host_buffer(8, travels=True), backend.device_buffer(8)
+    """@host and @device, zero both."""
+    host, device = backend.host_buffer(8, travels=True), backend.device_buffer(8)
+    backend.record(Lane.COMPUTE).synchronize()
+    return host, device
 
 
 def test_a_copy_lands_late_but_before_who_waits_for_it() -> None:
@@ -174,6 +177,98 @@ def test_a_copy_lands_late_but_before_who_waits_for_it() -> None:
     assert not device.any()
     backend.wait(Lane.COMPUTE, fence)
     assert bool((device == 7).all())
+
+
+LANES = (Lane.UPLOAD, Lane.DOWNLOAD, Lane.SIDE)
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_the_zeros_of_a_new_buffer_come_late_but_before_every_lane(lane: Lane) -> None:
+    backend = ChaosBackend(eagerness=0.0)
+    host, device = backend.host_buffer(8, travels=True), backend.device_buffer(8)
+    assert bool((device == 0xFF).all())
+    backend.copy(lane, device, host.fill_(7))
+    backend.record(lane).synchronize()
+    backend.synchronize()
+    assert bool((device == 7).all())
+
+
+def test_compute_finds_the_zeros_of_a_new_buffer() -> None:
+    for use in ("touch", "computing"):
+        backend = ChaosBackend(eagerness=0.0)
+        device = backend.device_buffer(8)
+        assert is_released(device.view(torch.float32))
+        if use == "touch":
+            backend.touch(Lane.COMPUTE, reads=[device])
+        else:
+            with backend.computing():
+                pass
+        assert not device.any()
+
+
+class Early(ChaosBackend):
+    """Its new buffers leave ``lane`` unordered behind their zeros."""
+
+    def __init__(self, lane: Lane, eagerness: float = 0.0) -> None:
+        super().__init__(eagerness=eagerness)
+        self.lane = lane
+
+    def wait(self, lane: Lane, fence: Fence) -> None:
+        if lane is not self.lane or sys._getframe(1).f_code.co_name != "device_buffer":
+            super().wait(lane, fence)
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_lane_that_runs_ahead_of_the_zeros_is_caught(lane: Lane) -> None:
+    for eagerness in (0.0, 1.0):
+        backend = Early(lane, eagerness)
+        host, device = backend.host_buffer(8, travels=True), backend.device_buffer(8)
+        with pytest.raises(RaceError, match=f"{lane.value} copy: no fence after the zeros that compute wrote"):
+            backend.copy(lane, device, host)
+
+
+def test_the_first_weights_come_behind_the_zeros_of_their_slots() -> None:
+    """Nothing but the backend orders them: the feed waits for nobody where a slot has not been used."""
+    with pytest.raises(RaceError, match="upload copy: no fence after the zeros that compute wrote"):
+        trained(Early(Lane.UPLOAD), PLAN)
+
+
+class Careless(ChaosBackend):
+    """Inputs that leave for the host are given back while they do; nothing says so but that they are free."""
+
+    def wait(self, lane: Lane, fence: Fence) -> None:
+        if sys._getframe(1).f_code.co_name != "_let_go":
+            super().wait(lane, fence)
+
+    def release(self, buffer: Tensor) -> None:
+        if sys._getframe(1).f_code.co_name != "_let_go":
+            super().release(buffer)
+
+
+def test_memory_that_is_freed_while_a_copy_reads_it_is_caught() -> None:
+    with pytest.raises(RaceError, match="memory was freed with no fence after the copy for which download uses it"):
+        trained(Careless(eagerness=1.0), AT_HOST)
+    trained(ChaosBackend(eagerness=1.0), AT_HOST)
+
+
+def test_memory_is_free_when_a_fence_says_so_and_its_address_begins_anew() -> None:
+    backend = ChaosBackend(eagerness=1.0)
+    for waits in (True, False) * 3:
+        host, device = buffers(backend)
+        backend.copy(Lane.UPLOAD, device, host)
+        if waits:
+            backend.wait(Lane.COMPUTE, backend.record(Lane.UPLOAD))
+        else:
+            backend.record(Lane.UPLOAD).synchronize()
+        del device
+        backend.touch(Lane.COMPUTE, writes=[host])
+        assert len(backend._uses) == 1
+        del host
+    host, device = buffers(backend)
+    backend.copy(Lane.UPLOAD, device, host)
+    del device
+    with pytest.raises(RaceError, match="freed with no fence after the copy for which upload"):
+        backend.touch(Lane.COMPUTE, writes=[torch.zeros(1)])
 
 
 def test_waits_chain_through_lanes() -> None:
