@@ -171,7 +171,7 @@ def config_for(args: argparse.Namespace, folder: str) -> Config:
 
 
 def build(args: argparse.Namespace) -> tuple[Engine, int]:
-    """The engine, and the growth of the resident set while its store was built."""
+    """The engine, and the growth of the resident set while its store was built, without what its plan keeps beside it."""
     backend = make(args.device)
     backend.drop_workspaces()  # of an engine before this one
     shape = config_of(args.model, layers=args.layers or None, width=args.width, vocab=args.vocab or None)
@@ -187,7 +187,7 @@ def build(args: argparse.Namespace) -> tuple[Engine, int]:
     resident = resident_bytes() - before
     build_s = time.perf_counter() - begin
     say(f"built in {build_s:.1f} s: {engine.num_params / 1e9:.3f}B parameters, resident {resident / GIB:.2f} GiB")
-    return engine, resident
+    return engine, resident - engine.kept.host_bytes
 
 
 def predicted(engine: Engine, args: argparse.Namespace) -> Plan:
@@ -218,7 +218,7 @@ def measure(engine: Engine, args: argparse.Namespace, resident: int, told: Event
         seconds=found.seconds,
         num_params=engine.num_params,
         peak_bytes=engine.backend.peak_bytes(),
-        resident_bytes=resident,
+        resident_bytes=resident + engine.kept.host_bytes,
         plan=plan.to_dict()["choice"],
         exposed_optimizer_s=found.optimizer,
         exposed_link_s=found.link,
@@ -311,13 +311,12 @@ def measure_all(args: argparse.Namespace, told: Event) -> None:
     engine: Engine | None = None
     previous, resident = args, 0
     for number, variant in enumerate(variants(args)):
-        beside = 0 if engine is None else replanned(engine, previous, variant)
-        if engine is None or beside is None:
-            engine, beside = None, 0
+        if engine is None or not replanned(engine, previous, variant):
+            engine = None
             gc.collect()
             engine, resident = build(variant)
         previous = variant
-        emit(variant, measure(engine, variant, resident + beside, told))
+        emit(variant, measure(engine, variant, resident, told))
         if told.is_set():
             break
         if args.timeline and number == 0:
@@ -328,17 +327,17 @@ def measure_all(args: argparse.Namespace, told: Event) -> None:
         engine.close()
 
 
-def replanned(engine: Engine, previous: argparse.Namespace, variant: argparse.Namespace) -> int | None:
-    """``engine`` goes on as that of ``variant``, over its store: bytes @host beside the store. Else it is closed: None."""
+def replanned(engine: Engine, previous: argparse.Namespace, variant: argparse.Namespace) -> bool:
+    """Whether ``engine`` goes on as that of ``variant``, over its store; else it is closed."""
     engine.settle()
     engine.backend.limit_memory(None)
     plan = plan_over(engine, previous, variant)
     if plan is None:
         engine.close()
-        return None
+        return False
     engine.replan(plan)
     engine.backend.limit_memory(config_for(variant, variant.model).engine.device_memory)
-    return engine.kept.host_bytes
+    return True
 
 
 def timeline(engine: Engine, args: argparse.Namespace, folder: Path) -> None:

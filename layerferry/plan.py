@@ -24,6 +24,11 @@ def size_text(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes < 10 * GIB else f"{num_bytes / GIB:.1f} GiB"
 
 
+def value_text(value: object) -> str:
+    """A setting as a config file writes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
     """One line of the byte table: what, where (``@host``, ``@device``, ``@disk``), bytes, and whether they are exact or an

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -71,19 +72,26 @@ def latest(name: str = "step.jsonl") -> dict[str, dict[str, Any]]:
     return {row["case"]: row for row in rows if "case" in row}
 
 
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """The lines of a page's table."""
+    return [_line(columns), "|---" * len(columns) + "|", *map(_line, rows)]
+
+
+def _line(cells: Sequence[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
 def chosen(rows: dict[str, dict[str, Any]]) -> str:
     """The README's table."""
-    lines = [
-        "| case | what | device GiB | host GiB | s/step | predicted | tokens/s | model-TFLOP/s |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for case, what in WHAT.items():
-        row = rows[case]
-        lines.append(
-            f"| `{case}` | {what} | {row['device_peak_gib']:.1f} | {row['host_resident_gib']:.1f} | {row['step_s']:.2f} "
-            f"| {_seconds(row.get('predicted_step_s'))} | {row['tokens_per_s']:,.0f} | {row['model_tflops']:.1f} |"
+    columns = ("case", "what", "device GiB", "host GiB", "s/step", "predicted", "tokens/s", "model-TFLOP/s")
+    cells = (
+        (
+            *(f"`{case}`", what, f"{row['device_peak_gib']:.1f}", f"{row['host_resident_gib']:.1f}", f"{row['step_s']:.2f}"),
+            *(_seconds(row.get("predicted_step_s")), f"{row['tokens_per_s']:,.0f}", f"{row['model_tflops']:.1f}"),
         )
-    return "\n".join(lines)
+        for case, what, row in ((case, what, rows[case]) for case, what in WHAT.items())
+    )
+    return "\n".join(table(columns, cells))
 
 
 def everything(rows: dict[str, dict[str, Any]]) -> str:
@@ -94,33 +102,32 @@ def everything(rows: dict[str, dict[str, Any]]) -> str:
         "Written by `tools/render_results.py`: the latest row of every case in step.jsonl. [benchmarks/README.md](../README.md)",
         "says what the fields mean. Exposed: seconds that compute stood still for an update, and for a copy.",
         "",
-        f"| {' | '.join(COLUMNS)} |",
-        "|---" * len(COLUMNS) + "|",
     ]
-    for case in sorted(rows):
-        row = rows[case]
-        exposed = f"{row['exposed_optimizer_s']:.2f} + {row['exposed_link_s']:.2f}" if "exposed_link_s" in row else ""
-        lines.append(
-            f"| `{case}` | {row['model']} | {row['layers']} | {row['tokens_per_step']:,} | {row['device_peak_gib']:.1f} "
-            f"| {row['bytes_per_param']:.2f} | {row['step_s']:.2f} | {_seconds(row.get('predicted_step_s'))} | {exposed} "
-            f"| {row['model_tflops']:.1f} | {row['commit']} | {_plan(row)} |"
+    cells = (
+        (
+            *(f"`{case}`", row["model"], row["layers"], f"{row['tokens_per_step']:,}", f"{row['device_peak_gib']:.1f}"),
+            *(f"{row['bytes_per_param']:.2f}", f"{row['step_s']:.2f}", _seconds(row.get("predicted_step_s")), _exposed(row)),
+            *(f"{row['model_tflops']:.1f}", row["commit"], _plan(row)),
         )
+        for case, row in sorted(rows.items())
+    )
     others = (studies(latest("sweep.jsonl")), kernels(latest("adamw.jsonl")), curves(latest("curves.jsonl")))
-    return "\n".join([*lines, *chain.from_iterable(others), ""])
+    return "\n".join([*lines, *table(COLUMNS, cells), *chain.from_iterable(others), ""])
 
 
 def studies(rows: dict[str, dict[str, Any]]) -> list[str]:
     lines = ["", "## Studies", "", "From sweep.jsonl."]
     for study, what in STUDIES.items():
-        lines += ["", *what.splitlines(), "", f"| {' | '.join(STUDIED)} |", "|---" * len(STUDIED) + "|"]
-        for case, row in rows.items():
-            if case.split("-")[0] == study:
-                lines.append(
-                    f"| `{case}` | {row['layers']} | {row['hidden_size']:,} | {row['row_tokens']:,} "
-                    f"| {row['device_peak_gib']:.1f} | {row['step_s']:.2f} | {_seconds(row['predicted_step_s'])} "
-                    f"| {row['exposed_optimizer_s']:.2f} + {row['exposed_link_s']:.2f} | {row['tokens_per_s']:,.0f} "
-                    f"| {row['model_tflops']:.1f} |"
-                )
+        cells = (
+            (
+                *(f"`{case}`", row["layers"], f"{row['hidden_size']:,}", f"{row['row_tokens']:,}"),
+                *(f"{row['device_peak_gib']:.1f}", f"{row['step_s']:.2f}", _seconds(row["predicted_step_s"]), _exposed(row)),
+                *(f"{row['tokens_per_s']:,.0f}", f"{row['model_tflops']:.1f}"),
+            )
+            for case, row in rows.items()
+            if case.split("-")[0] == study
+        )
+        lines += ["", *what.splitlines(), "", *table(STUDIED, cells)]
     return lines
 
 
@@ -131,16 +138,16 @@ def kernels(rows: dict[str, dict[str, Any]]) -> list[str]:
         "From adamw.jsonl: one pass over planes of 100 million parameters on 16 cores. The ceiling moves AdamW's bytes in place",
         "with next to no arithmetic, in the same process, taking turns.",
         "",
-        "| kernel | threads | ns/param | GB/s | of the ceiling |",
-        "|---" * 5 + "|",
     ]
-    for row in rows.values():
-        if "share_of_ceiling" in row:
-            lines.append(
-                f"| {row['kernel']} | {row['threads']} | {row['ns_per_param']:.4f} | {row['gb_per_s']:.1f} "
-                f"| {row['share_of_ceiling']:.1%} |"
-            )
-    return lines
+    cells = (
+        (
+            *(row["kernel"], row["threads"], f"{row['ns_per_param']:.4f}", f"{row['gb_per_s']:.1f}"),
+            f"{row['share_of_ceiling']:.1%}",
+        )
+        for row in rows.values()
+        if "share_of_ceiling" in row
+    )
+    return lines + table(("kernel", "threads", "ns/param", "GB/s", "of the ceiling"), cells)
 
 
 def curves(rows: dict[str, dict[str, Any]]) -> list[str]:
@@ -151,16 +158,21 @@ def curves(rows: dict[str, dict[str, Any]]) -> list[str]:
         "over the whole model) on the same batches, with two standard errors of the paired differences. `plain-bf16` is plain",
         "autograd in bf16 over fp32 masters.",
         "",
-        "| case | format | B/param | steps | tokens/step | highest rate | loss | gap | noise |",
-        "|---" * 9 + "|",
     ]
-    for case, row in rows.items():
-        held = f"{row['bytes_per_param']:.2f}" if row.get("bytes_per_param") else ""
-        lines.append(
-            f"| `{case}` | {row['format']} | {held} | {row['steps']} | {row['tokens_per_step']:,} | {row['lr']:g} "
-            f"| {row['final_loss']:.4f} | {row['gap']:+.3%} | {row['noise']:.3%} |"
+    columns = ("case", "format", "B/param", "steps", "tokens/step", "highest rate", "loss", "gap", "noise")
+    cells = (
+        (
+            *(f"`{case}`", row["format"], f"{held:.2f}" if (held := row.get("bytes_per_param")) else "", row["steps"]),
+            *(f"{row['tokens_per_step']:,}", f"{row['lr']:g}", f"{row['final_loss']:.4f}"),
+            *(f"{row['gap']:+.3%}", f"{row['noise']:.3%}"),
         )
-    return lines
+        for case, row in rows.items()
+    )
+    return lines + table(columns, cells)
+
+
+def _exposed(row: dict[str, Any]) -> str:
+    return f"{row['exposed_optimizer_s']:.2f} + {row['exposed_link_s']:.2f}" if "exposed_link_s" in row else ""
 
 
 def _seconds(value: float | None) -> str:

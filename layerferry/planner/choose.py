@@ -18,13 +18,13 @@ from layerferry.errors import PlanError
 from layerferry.layout import GRAD, PlaneSpec
 from layerferry.models.skeleton import Skeleton
 from layerferry.optim.base import Optimizer
-from layerferry.plan import Plan, Seconds, size_text
+from layerferry.plan import Plan, Seconds, size_text, value_text
 from layerferry.planner import calibrate
 from layerferry.planner.facts import Model
 from layerferry.planner.held import DISK, HOST, arrivals, unit_bytes
 from layerferry.planner.machine import Machine, machine_for
 from layerferry.planner.memory import plan_specs
-from layerferry.planner.problem import ESTIMATE_MARGIN, Problem, fits, key_of, needs, problem
+from layerferry.planner.problem import ESTIMATE_MARGIN, Problem, fits, key_of, needs, problem, unkept
 from layerferry.planner.rate import GUESS
 from layerferry.planner.remedies import shortfall
 from layerferry.planner.search import is_exact, search
@@ -113,9 +113,8 @@ def _measured_or(question: Problem, plan: Plan) -> Plan:
 def with_notes(question: Problem, plan: Plan) -> Plan:
     """``plan`` with what a reader must know of it."""
     notes = [
-        f"{name}: {_word(wanted)} is pinned; this model and step allow {_word(given)}"
-        for name, wanted in question.pins.items()
-        if (given := getattr(plan, name)) != wanted and not (name == "carry_fp32" and plan.fp32)  # they have four bytes anyway
+        f"{name}: {value_text(wanted)} is pinned; this model and step allow {value_text(given)}"
+        for name, (wanted, given) in unkept(question.pins, plan).items()
     ]
     if plan.seconds is not None:
         notes.append(_limit(plan, plan.seconds))
@@ -154,10 +153,6 @@ def with_notes(question: Problem, plan: Plan) -> Plan:
     if question.machine.guessed:
         notes.append("rates are guesses: `layerferry probe` measures them")
     return replace(plan, notes=tuple(notes))
-
-
-def _word(value: float) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}"
 
 
 def pinned_bytes(question: Problem, plan: Plan) -> int:

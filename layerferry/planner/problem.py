@@ -202,6 +202,14 @@ def _refuse_contradictions(engine: EngineConfig, num_units: int) -> None:
         raise PlanError("carry_fp32: true: with resident_gradients: true no gradients are carried; leave one of them out")
 
 
+def unkept(pins: Pins, plan: Plan) -> dict[str, tuple[float, float]]:
+    """Field -> (what is pinned, what ``plan`` has), where they differ: model or step allow no more. Gradients of fp32 runs have
+    four bytes, which is all that ``carry_fp32`` asks for."""
+    both = {name: (wanted, getattr(plan, name)) for name, wanted in pins.items()}
+    differing = {name: pair for name, pair in both.items() if pair[0] != pair[1]}
+    return {name: pair for name, pair in differing.items() if not (name == "carry_fp32" and plan.fp32)}
+
+
 def device_budget(machine: Machine) -> int:
     """Bytes that may be planned: the allocator, which must do with what there is, leaves holes."""
     return int(machine.device_available * (1 - FRAGMENTATION))

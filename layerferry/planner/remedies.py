@@ -16,7 +16,7 @@ from layerferry.config import OptimConfig, Pins
 from layerferry.engine.sizes import device_sizes
 from layerferry.layout import PlaneSpec, round_up
 from layerferry.optim.choose import optimizer_for
-from layerferry.plan import Plan, size_text
+from layerferry.plan import Plan, size_text, value_text
 from layerferry.planner.enough import KEYS, ROUNDED, least_budgets, most_layers
 from layerferry.planner.held import DEVICE, DISK, HOST, disk_bytes
 from layerferry.planner.host import ADDRESS_SPACE, LIFT
@@ -85,7 +85,7 @@ def _unpinned(question: Problem) -> Iterator[str]:
             continue
         plan = _fitting(replace(question, pins=replace(question.pins, **{name: None})))
         if plan is not None:
-            yield f"{name}: {_value(getattr(plan, name))} instead of {_value(pinned)} fits ({_totals(question, plan)})"
+            yield f"{name}: {value_text(getattr(plan, name))} instead of {value_text(pinned)} fits ({_totals(question, plan)})"
 
 
 def _larger_budgets(question: Problem, needed: Mapping[str, int], short: set[str]) -> Iterator[str]:
@@ -181,7 +181,3 @@ def _reported(question: Problem, place: str) -> bool:
 
 def _totals(question: Problem, plan: Plan) -> str:
     return ", ".join(f"{size_text(needed)} {place}" for place, (needed, _) in needs(plan, question.machine).items())
-
-
-def _value(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -21,14 +21,14 @@ from layerferry.models.skeleton import Skeleton
 from layerferry.models.varlen import use_where_possible
 from layerferry.optim.choose import optimizer_for
 from layerferry.optim.decay import decays
-from layerferry.plan import GIB, Plan, Seconds
+from layerferry.plan import GIB, Plan, Seconds, value_text
 from layerferry.planner import calibrate
 from layerferry.planner.advice import Advice, faster
 from layerferry.planner.choose import Decision, decide
 from layerferry.planner.facts import Model
 from layerferry.planner.held import DEVICE, DISK, HOST
 from layerferry.planner.machine import Machine, machine_for
-from layerferry.planner.problem import Problem, budget_source, needs, problem
+from layerferry.planner.problem import Problem, budget_source, needs, problem, unkept
 from layerferry.store.store import plane_specs
 
 WIDTH = 100
@@ -165,11 +165,11 @@ def _choices(plan: Plan, pins: Pins) -> str:
         ("num_slots", str(plan.num_slots), "device buffers for layer weights that travel"),
         ("num_slabs", str(plan.num_slabs), "device buffers that gradients leave from"),
         ("end_parts", str(plan.end_parts), _parts(plan)),
-        ("compile", str(plan.compile).lower(), "torch.compile" if plan.compile else "eager"),
+        ("compile", value_text(plan.compile), "torch.compile" if plan.compile else "eager"),
         ("optimizer_threads", str(plan.optimizer_threads), "AdamW on the CPU, beside the next forward"),
         ("chunk_tokens", str(plan.chunk_tokens), "tokens whose logits exist at once"),
     ]
-    kept = {name for name, wanted in pins.items() if getattr(plan, name) == wanted}
+    kept = {name for name, _ in pins.items()} - unkept(pins, plan).keys()
     lines = [f"  {name:<18} {value:>6}  {'pinned ' if name in kept else 'planner'}  {text}" for name, value, text in rows]
     return "\n".join(["choices", *lines])
 

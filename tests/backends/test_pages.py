@@ -53,6 +53,11 @@ def test_a_child_does_not_inherit_them() -> None:
     assert os.waitpid(child, 0)[1] == 0 and int(buffer[-1]) == 3
 
 
+def is_mapped(address: int) -> bool:
+    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
+
+
 def test_huge_pages_are_asked_for_where_the_kernel_knows_them() -> None:
     buffer, _ = host_pages(16 << 20)
     if ENABLED.exists():
@@ -72,12 +77,8 @@ def test_pages_go_with_their_last_view() -> None:
 
 def test_who_is_told_before_pages_are_unmapped_finds_them_there() -> None:
     buffer, pages = host_pages(32 << 20)
-    address, there = f"{buffer.data_ptr():x}-", []
-
-    def is_there() -> None:
-        there.append(any(line.startswith(address) for line in Path("/proc/self/maps").read_text().splitlines()))
-
-    pages.before_unmapping = is_there
+    address, there = buffer.data_ptr(), list[bool]()
+    pages.before_unmapping = lambda: there.append(is_mapped(address))
     del pages
     gc.collect()
     assert not there

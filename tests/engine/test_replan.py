@@ -17,6 +17,10 @@ from layerferry.plan import Plan
 from tests.checkpoint.tiny import LR, assert_same, batch_of, engine_of, model_of, state_of, train
 
 
+def full(*arguments: object) -> None:
+    raise torch.OutOfMemoryError("full")
+
+
 def test_bits_do_not_change() -> None:
     model = model_of()
     plain = engine_of(model)
@@ -33,9 +37,6 @@ def test_behind_a_step_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = train(engine_of(model), range(4))
     engine = engine_of(model)
     found = train(engine, range(2))
-
-    def full(*arguments: object) -> None:
-        raise torch.OutOfMemoryError("full")
 
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
         patch.setattr(Engine, "_read", full)
@@ -61,9 +62,6 @@ def test_a_step_has_not_waited_for_one_that_broke_off(monkeypatch: pytest.Monkey
     expected = engine.step(batch_of(0), lr=LR).exposed_link_s
     assert expected > 0
 
-    def full(*arguments: object) -> None:
-        raise torch.OutOfMemoryError("full")
-
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "_read", full)
         patch.setattr(Sweep, "_losses", full)
@@ -80,9 +78,6 @@ def test_buffers_that_find_no_room_may_be_asked_for_again(monkeypatch: pytest.Mo
     expected = train(engine_of(model), range(4))
     engine = engine_of(model)
     found = train(engine, range(2))
-
-    def full(*arguments: object) -> None:
-        raise torch.OutOfMemoryError("full")
 
     for part in ("Feed", "Drain", "KeptInputs"):
         with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):

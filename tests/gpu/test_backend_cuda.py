@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from layerferry.backends.pinning import Pinning
 from layerferry.layout import NO_PLANE, RESIDUE, RESIDUE_PLANE, Layout, ParameterSpec
 from layerferry.store.store import Store, plane_specs
 from layerferry.units import Unit
+from tests.backends.test_pages import is_mapped
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="no CUDA device")]
 
@@ -100,11 +100,6 @@ def test_pages_are_registered_until_they_are_unmapped(monkeypatch: pytest.Monkey
     del buffer
     gc.collect()
     assert there == [True]
-
-
-def is_mapped(address: int) -> bool:
-    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
-    return any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
 
 
 def test_computing_is_the_compute_lane_whatever_the_caller_is_at() -> None:
