@@ -1,6 +1,6 @@
 """Writes the tables of measured rows: README.md (the chosen ones) and benchmarks/results/README.md (the latest row of every
-case, the studies, the optimizer's kernels, the loss curves), from step.jsonl, sweep.jsonl, adamw.jsonl and curves.jsonl in
-benchmarks/results.
+case, the studies, the optimizer's kernels, the loss curves, and what limits them all: layer, head and link), from the .jsonl
+files in benchmarks/results.
 
     python tools/render_results.py [--check]
 
@@ -23,7 +23,7 @@ BEGIN, END = "<!-- rows: tools/render_results.py -->", "<!-- end of rows -->"
 
 WHAT = {
     "7b-stream-44": "Qwen2.5-7B, everything streamed, only inputs kept",
-    "7b-stream-90": "the same, and the last 12 layers turn with the head, in the same run",
+    "7b-stream-90": "the same, and the last 12 layers turn with the head",
     "7b-adam8": "Qwen2.5-7B under 8-bit AdamW, everything streamed",
     "7b-free": "Qwen2.5-7B, as the planner likes: embedding and 19 layers on the device",
     "7b-16k": "the same with 16k tokens a step: all but the head on the device",
@@ -38,6 +38,7 @@ WHAT = {
     "14b-free": "Qwen2.5-14B, fp32 masters, as the planner likes: embedding and 17 layers on the device",
     "32b-lean": "Qwen2.5-32B, 8-bit AdamW on bf16 weights, 65,536 tokens a step: embedding and 24 layers on the device",
     "14b-adam8": "Qwen2.5-14B under 8-bit AdamW, everything streamed",
+    "14b-adam8-free": "the same as the planner likes: everything streamed, and the last 34 layers turn with the head",
     "3b-disk": "Qwen2.5-3B, optimizer state of 12 layers on a disk (1.6 GB/s)",
     "3b-free": "Qwen2.5-3B, as the planner likes: everything on the device",
     "3b-resident": "Qwen2.5-3B, an ordinary training script (compiled, fused loss, fp32 masters) in the same run",
@@ -59,8 +60,9 @@ Model-FLOPs count causal attention, whose kernels are slower than matrix product
     "depth": "Layers at 7B width in the same plan. Device memory grows by kept inputs alone (0.875 GiB a layer).",
     "width": """Two layers, 1 to 3.5 times as wide as 7B's, a vocabulary of 32k, 65,536 tokens a step. Updates of the second
 layer and of the head have one layer's forward to hide behind, so a sixth of the step is exposed.""",
-    "ablation": """One thing is taken away from a plan of three slots and two slabs. 32,768 tokens a step, so that copies and
-updates are hard to hide.""",
+    "ablation": """One thing is taken away from a plan of three slots and two slabs, or changed. 32,768 tokens a step, so that
+copies and updates are hard to hide. `one-...` ran on another GPU, whose base took 3.78 s. Predictions are of plans with the
+optimizer deferred: the planner knows no other.""",
 }
 """The first word of their cases in sweep.jsonl -> what they say."""
 STUDIED = ("case", "layers", "width", "tokens/row", "device GiB", "s/step", "predicted", "exposed", "tokens/s", "TFLOP/s")
@@ -83,11 +85,12 @@ def _line(cells: Sequence[object]) -> str:
 
 def chosen(rows: dict[str, dict[str, Any]]) -> str:
     """The README's table."""
-    columns = ("case", "what", "device GiB", "host GiB", "s/step", "predicted", "tokens/s", "model-TFLOP/s")
+    columns = ("case", "what", "device GiB", "host GiB", "s/step", "steps", "predicted", "tokens/s", "model-TFLOP/s")
     cells = (
         (
             *(f"`{case}`", what, f"{row['device_peak_gib']:.1f}", f"{row['host_resident_gib']:.1f}", f"{row['step_s']:.2f}"),
-            *(_seconds(row.get("predicted_step_s")), f"{row['tokens_per_s']:,.0f}", f"{row['model_tflops']:.1f}"),
+            *(len(row["step_s_all"]), _seconds(row.get("predicted_step_s")), f"{row['tokens_per_s']:,.0f}"),
+            f"{row['model_tflops']:.1f}",
         )
         for case, what, row in ((case, what, rows[case]) for case, what in WHAT.items())
     )
@@ -111,7 +114,10 @@ def everything(rows: dict[str, dict[str, Any]]) -> str:
         )
         for case, row in sorted(rows.items())
     )
-    others = (studies(latest("sweep.jsonl")), kernels(latest("adamw.jsonl")), curves(latest("curves.jsonl")))
+    others = (
+        *(studies(latest("sweep.jsonl")), kernels(latest("adamw.jsonl")), curves(latest("curves.jsonl"))),
+        *(layers(latest("layer.jsonl")), heads(latest("head.jsonl")), link(latest("link.jsonl"))),
+    )
     return "\n".join([*lines, *table(COLUMNS, cells), *chain.from_iterable(others), ""])
 
 
@@ -167,6 +173,63 @@ def curves(rows: dict[str, dict[str, Any]]) -> list[str]:
             *(f"{row['gap']:+.3%}", f"{row['noise']:.3%}"),
         )
         for case, row in rows.items()
+    )
+    return lines + table(columns, cells)
+
+
+def layers(rows: dict[str, dict[str, Any]]) -> list[str]:
+    """The roof: one layer alone, by the share of its activations that is kept."""
+    lines = [
+        *("", "## One layer alone", ""),
+        "From layer.jsonl: forward and backward of one compiled layer, weights and sums in place, nothing moved.",
+        "",
+    ]
+    cells = (
+        (
+            *(f"`{case}`", f"{row['micro_batch_rows']} x {row['row_tokens']:,}", f"{row['activation_budget']:g}"),
+            *(f"{row['kept_bytes_per_token']:,.0f}", f"{row['device_peak_gib']:.1f}", f"{row['model_tflops']:.1f}"),
+        )
+        for case, row in rows.items()
+    )
+    return lines + table(("case", "micro-batch", "share kept", "bytes/token kept", "device GiB", "TFLOP/s"), cells)
+
+
+def heads(rows: dict[str, dict[str, Any]]) -> list[str]:
+    """Head and loss with their gradients."""
+    lines = [
+        *("", "## Head and loss", ""),
+        "From head.jsonl: logits, loss and all gradients, fused and by reference; logits exist for one chunk at a time.",
+        "",
+    ]
+    cells = (
+        (
+            *(f"`{case}`", f"{row['tokens']:,}", f"{row['vocab_size']:,}", f"{row['chunk_tokens']:,}"),
+            *(f"{row['call_peak_gib']:.1f}", f"{row['model_tflops']:.1f}"),
+        )
+        for case, row in rows.items()
+    )
+    return lines + table(("case", "tokens", "vocabulary", "chunk", "GiB on top", "TFLOP/s"), cells)
+
+
+def link(rows: dict[str, dict[str, Any]]) -> list[str]:
+    """Rates of copies, one line a size."""
+    lines = [
+        *("", "## The link", ""),
+        "From link.jsonl: GB/s of uploads and downloads, alone and both at once, by the size of a copy.",
+        "",
+    ]
+    ways = ("upload", "download", "together")
+    columns = ("memory", "MiB", "upload", "download", "upload beside a download", "download beside an upload")
+    found: dict[tuple[bool, float], dict[str, dict[str, Any]]] = {}
+    for row in rows.values():
+        found.setdefault((row["pinned"], row["chunk_mib"]), {})[row["way"]] = row
+    cells = (
+        (
+            *("pinned" if pinned else "pageable", f"{size:g}", f"{up['upload_gb_per_s']:.1f}"),
+            *(f"{down['download_gb_per_s']:.1f}", f"{both['upload_gb_per_s']:.1f}", f"{both['download_gb_per_s']:.1f}"),
+        )
+        for (pinned, size), way in found.items()
+        for up, down, both in [[way[name] for name in ways]]
     )
     return lines + table(columns, cells)
 
