@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
+from layerferry.models.or_eager import CompiledOrEager
 from layerferry.models.template import Template
 from layerferry.models.token_wise import has_inner_width, run_in_chunks, token_wise_parts
 from layerferry.plan import Plan
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 RECOMPILE_LIMIT = 512
 """Graphs of one code object: behaviours x shapes x training or evaluation x budgets, in one process."""
+KEEPS_MORE = ", keeping more than planned"
 
 
 def preparer(plan: Plan, hidden_size: int) -> Callable[[Template, float], None]:
@@ -52,7 +53,8 @@ def _compiler() -> Callable[[Template, float], None]:
     dynamo.fail_on_recompile_limit_hit = True
 
     def prepare(template: Template, budget: float) -> None:
-        template.run = CompiledLayer(template.module, budget_backend(budget))
+        name = type(template.module).__name__
+        template.run = CompiledOrEager(template.module, name, cost=KEEPS_MORE, backend=budget_backend(budget))
 
     return prepare
 
@@ -63,13 +65,14 @@ def _as_it_is(template: Template, budget: float) -> None:
 
 def chunk_parts(template: Template, plan: Plan, hidden_size: int, budget: float) -> None:
     """The token-wise parts of a layer in chunks; under the compiler only those that are wide inside, the others being fused."""
-    compile_part = functools.partial(torch.compile, backend=budget_backend(budget)) if plan.compile else None
     for found in token_wise_parts(template.module, hidden_size):
         if plan.compile and not has_inner_width(found.part, hidden_size):
             continue
+        name = f"{type(template.module).__name__}.{found.name}"
         if found.reason:
-            _say_once(f"{type(template.module).__name__}.{found.name} is not run in chunks of tokens: {found.reason}")
+            _say_once(f"{name} is not run in chunks of tokens: {found.reason}")
         else:
+            compile_part = functools.partial(CompiledOrEager, name=name, backend=budget_backend(budget)) if plan.compile else None
             run_in_chunks(found.part, plan.mlp_chunk_tokens, compile_part)
 
 
@@ -78,35 +81,16 @@ def _say_once(line: str) -> None:
     log.warning("%s", line)
 
 
-class CompiledLayer:
-    """Calls ``module`` compiled by ``backend``; from its first failure to compile on, as it is."""
-
-    def __init__(self, module: nn.Module, backend: Callable[..., Any]) -> None:
-        self._module = module
-        self._run: Callable[..., Any] = torch.compile(module, backend=backend)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-
-        try:
-            return self._run(*args, **kwargs)
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            log.warning("%s does not compile and runs eagerly, keeping more than planned: %s", type(self._module).__name__, first)
-            self._run = self._module
-            return self._run(*args, **kwargs)
-
-
 @functools.cache
 def budget_backend(budget: float) -> Callable[..., Any]:
     """Inductor under its own activation budget: one object per budget, so that graphs are shared among equals and only
-    there."""
+    there. The backward is compiled with the forward, which can still be run eagerly instead."""
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
         import torch._functorch.config as functorch_config
         from torch._inductor.compile_fx import compile_fx
 
-        with functorch_config.patch(activation_memory_budget=budget):
+        with functorch_config.patch(activation_memory_budget=budget, force_non_lazy_backward_lowering=True):
             return compile_fx(graph, inputs, **options)
 
     return backend

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerferry.models.linear_head import Shape, agree, candidates, spread
+from layerferry.models.or_eager import CompiledOrEager
 from layerferry.objectives.head import Head
 
 PROBE_TOKENS = 16
@@ -30,7 +31,8 @@ class FusedLinear:
 
     def __init__(self, shape: Shape, *, compiled: bool) -> None:
         self.shape = shape
-        self._loss_and_gradient: Any = torch.compile(_loss_and_gradient, dynamic=True) if compiled else _loss_and_gradient
+        run = CompiledOrEager(_loss_and_gradient, "the loss", dynamic=True) if compiled else _loss_and_gradient
+        self._loss_and_gradient: Any = run
 
     @classmethod
     def of(cls, head: Head, hidden: Tensor) -> FusedLinear | None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from layerferry.engine.batch import MicroBatch
 from layerferry.models.linear_head import Shape
+from layerferry.models.or_eager import CompiledOrEager
 from layerferry.objectives.fused_linear import add_product
 from layerferry.objectives.head import Head, Targets
 
@@ -59,7 +60,7 @@ class HeadInParts:
         self.shape = shape
 
         def prepared(function: Any) -> Any:
-            return torch.compile(function, dynamic=True) if compiled else function
+            return CompiledOrEager(function, "the loss of a head in parts", dynamic=True) if compiled else function
 
         self._look, self._slope = prepared(_look), prepared(_slope)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from layerferry.engine.compiled import CompiledLayer, budget_backend, preparer
+from layerferry.engine.compiled import KEEPS_MORE, budget_backend, preparer
+from layerferry.models import or_eager
+from layerferry.models.or_eager import CompiledOrEager
 from layerferry.plan import Plan
 from tests.conformance.harness import make_engine
 from tests.engine.small import small_model
@@ -53,7 +56,7 @@ def fresh_compiler() -> Any:
 def test_many_widths_take_few_graphs_and_none_is_eager() -> None:
     preparer(Plan(compile=True), 8)
     backend, layer = Counting(), Layer()
-    compiled = CompiledLayer(layer, backend)
+    compiled = CompiledOrEager(layer, "Layer", backend=backend)
     for width in range(8, 8 + 8 * 20, 8):
         hidden = torch.randn(2, width, 8)
         assert torch.equal(compiled(hidden), layer(hidden))
@@ -67,21 +70,44 @@ def test_more_behaviours_than_dynamos_own_limit_are_all_compiled() -> None:
     for width in range(20):
         module = Layer()
         module.up, module.down = nn.Linear(8, 4 + width), nn.Linear(4 + width, 8)
-        CompiledLayer(module, backend)(torch.randn(2, 3, 8))
+        CompiledOrEager(module, "Layer", backend=backend)(torch.randn(2, 3, 8))
     assert backend.graphs >= 9  # dynamo's default would have stopped at eight, without a word
 
 
 def test_a_layer_that_does_not_compile_runs_eagerly_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever the number of slots, each of which has a template of its own."""
+
     def broken(graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
         raise RuntimeError("no such instruction")
 
-    layer = Layer()
-    compiled, hidden = CompiledLayer(layer, broken), torch.randn(2, 3, 8)
+    or_eager._say_once.cache_clear()
+    layer, hidden = Layer(), torch.randn(2, 3, 8)
+    slots = [CompiledOrEager(layer, "Layer", cost=KEEPS_MORE, backend=broken) for _ in range(2)]
     with caplog.at_level(logging.WARNING):
-        results = [compiled(hidden) for _ in range(3)]
+        results = [compiled(hidden) for compiled in slots for _ in range(3)]
     assert all(torch.equal(result, layer(hidden)) for result in results)
     said = [record.getMessage() for record in caplog.records if "does not compile" in record.getMessage()]
-    assert len(said) == 1 and said[0].startswith("Layer does not compile")
+    assert len(said) == 1 and said[0].startswith(
+        "Layer does not compile and runs eagerly, keeping more than planned: RuntimeError: no such"
+    )
+
+
+def test_a_layer_whose_backward_does_not_compile_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor leaves the backward for later, when a graph of the forward can no longer be replaced."""
+    from torch._inductor import compile_fx
+
+    def broken(graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
+        if options.get("is_backward"):
+            raise RuntimeError("no such instruction")
+        return graph
+
+    monkeypatch.setattr("torch._functorch.config.enable_autograd_cache", False)  # it knows the graph of an earlier run
+    monkeypatch.setattr(compile_fx, "compile_fx", functools.partial(compile_fx.compile_fx, inner_compile=broken))
+    layer, hidden = Layer(), torch.randn(2, 3, 8)
+    compiled = CompiledOrEager(layer, "Layer", backend=budget_backend(1.0))
+    found = torch.autograd.grad(compiled(hidden).square().sum(), list(layer.parameters()))
+    assert compiled._run is layer
+    assert all(map(torch.equal, found, torch.autograd.grad(layer(hidden).square().sum(), list(layer.parameters()))))
 
 
 def test_without_compile_a_template_is_left_alone() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from layerferry.models.or_eager import CompiledOrEager
 from layerferry.models.token_wise import has_inner_width, run_in_chunks, token_wise_parts
 from tests.conformance.families import BY_TYPE, tiny_config
 from tests.conformance.harness import real_model
@@ -160,3 +162,21 @@ def test_frozen_parameters_get_no_gradient() -> None:
     run_in_chunks(layer.mlp, 4, None)
     layer.mlp(torch.randn(1, 16, width, requires_grad=True)).sum().backward()
     assert layer.mlp.up_proj.weight.grad is None and bool(layer.mlp.down_proj.weight.grad.any())
+
+
+def test_a_part_that_does_not_compile_runs_eagerly_in_both_passes() -> None:
+    def broken(graph: Any, inputs: Any, **options: Any) -> Any:
+        raise RuntimeError("no such instruction")
+
+    layer, width = layer_of("llama")
+    plain = copy.deepcopy(layer.mlp)
+    for part, compile_part in (
+        (plain, None),
+        (layer.mlp, partial(CompiledOrEager, name="LlamaDecoderLayer.mlp", backend=broken)),
+    ):
+        run_in_chunks(part, 4, compile_part)
+    hidden, results = torch.randn(1, 16, width), []
+    for part in (plain, layer.mlp):
+        output = part(hidden)
+        results.append([output, *torch.autograd.grad(output.square().sum(), list(part.parameters()))])
+    assert all(map(torch.equal, *results))

@@ -19,6 +19,7 @@ from layerferry.layout import WEIGHT
 from layerferry.objectives.cross_entropy import CrossEntropy
 from layerferry.objectives.fused_linear import FusedLinear, Shape
 from layerferry.objectives.head import Head, Targets
+from layerferry.objectives.head_in_parts import HeadInParts
 from layerferry.plan import Plan
 from tests.conformance.families import BY_TYPE, tiny_config
 from tests.conformance.harness import make_engine, masked, real_model
@@ -144,3 +145,22 @@ def test_fused_and_reference_train_alike(name: str) -> None:
     for entry, expected in found[0].items():
         limit = 64 * BOUND * max(float(expected.abs().max()), 1e-6)
         assert float((found[1][entry] - expected).abs().max()) <= limit, entry
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_a_loss_that_does_not_compile_is_computed_eagerly(cap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device beside which there is no C compiler, where layers run eagerly too."""
+
+    def broken(*_arguments: Any, **_options: Any) -> Any:
+        raise RuntimeError("no C compiler")
+
+    torch.compiler.reset()
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", broken)
+    logits, labels = torch.randn(5, 7), torch.arange(5)
+    results = [FusedLinear(Shape(cap=cap), compiled=on)._loss_and_gradient(logits, labels, 0.2, 1.0, cap) for on in (True, False)]
+    assert all(map(torch.equal, *results))
+    whole = HeadInParts(Shape(cap=cap), compiled=True)
+    log_sum, of_label = whole._look(logits, labels, 1.0, cap)
+    torch.testing.assert_close((log_sum - of_label).sum() * 0.2, results[0][0])
+    torch.testing.assert_close(whole._slope(logits, labels, log_sum, 0.2, 1.0, cap), results[0][1])
+    torch.compiler.reset()
