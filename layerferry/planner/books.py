@@ -84,7 +84,7 @@ class Books:
             return self._pinned_home
         if self._one_memory:
             return 0
-        planes, most = self._weights[choice.carry].planes, self._disk.most_home
+        planes, most = self._weights[choice.carry_fp32].planes, self._disk.most_home
         needed = planes[-1] + self._inputs_of(choice).host_bytes - self._host
 
         def enough(home: int) -> bool:
@@ -105,10 +105,10 @@ class Books:
             return found, short  # layers that keep more, or turn, need no fewer bytes
         if choice.before_home:
             found, short = self._at_home(self._favoured(self._with(choice, self._fewest_at_home(choice))))
-        if choice.mlp_chunk and not short and "kept_attention" not in pins:
+        if choice.mlp_chunk_tokens and not short and "kept_attention" not in pins:
             found = self._attention_kept(found)
         found = found if short or choice.before_home else self._favoured(found)
-        return (self._with(found, found.home) if found.disk else found), short
+        return (self._with(found, found.home) if found.on_disk else found), short
 
     def _plain(self, choice: Choice) -> tuple[Choice, int]:
         """``choice`` with units at home alone; remembered for the next one, which often differs in what layers may keep."""
@@ -129,9 +129,9 @@ class Books:
         there = model.num_layers - (model.num_below if choice.turns else 0)
         if pinned is not None:
             return favour(choice, min(pinned, there))
-        most = min(there, model.num_layers - (choice.inputs if "host_inputs" in pins else 0))
+        most = min(there, model.num_layers - (choice.host_inputs if "host_inputs" in pins else 0))
         if choice.turns:
-            most = min(most, choice.slots - 1 if "num_slots" in pins else most)
+            most = min(most, choice.num_slots - 1 if "num_slots" in pins else most)
         return favour(choice, _most(lambda layers: not self.short(favour(choice, layers)), 0, most))
 
     def _attention_kept(self, choice: Choice) -> Choice:
@@ -139,14 +139,14 @@ class Books:
         if not self._question.model.attention_bytes:
             return choice
         least = self._with(choice, self._fewest_at_home(choice))
-        kept = _most(lambda layers: not self.short(least._replace(attention=layers)), 0, self._question.model.num_layers)
-        return self._at_home(least._replace(attention=kept))[0]
+        kept = _most(lambda layers: not self.short(least._replace(kept_attention=layers)), 0, self._question.model.num_layers)
+        return self._at_home(least._replace(kept_attention=kept))[0]
 
     def is_wasteful(self, choice: Choice) -> bool:
         """Whether a layer that keeps more takes more than twice the bytes that it would take the other way: turning, a slot, a
         sum and what one micro-batch keeps; else what all micro-batches of the wave keep."""
-        kept = self._kept_by_layer(choice.rows)
-        turning, keeping = kept + self._turning_bytes[choice.resident], max(self._cut(choice)[0], 1.0) * kept
+        kept = self._kept_by_layer(choice.micro_batch_rows)
+        turning, keeping = kept + self._turning_bytes[choice.resident_gradients], max(self._cut(choice)[0], 1.0) * kept
         return turning > WASTEFUL * keeping if choice.turns else keeping > WASTEFUL * turning
 
     def _kept_by_layer(self, rows: int) -> float:
@@ -159,37 +159,38 @@ class Books:
 
     def _keeping(self, choice: Choice, richer: int) -> Choice:
         """``choice`` with ``richer`` layers that keep more, whose inputs stay @device."""
-        return choice._replace(richer=richer, inputs=min(choice.inputs, self._question.model.num_layers - richer))
+        inputs = min(choice.host_inputs, self._question.model.num_layers - richer)
+        return choice._replace(richer_layers=richer, host_inputs=inputs)
 
     def turning(self, choice: Choice, turn: int) -> Choice:
         """``choice`` with ``turn`` layers that turn, each with a slot besides, and whose inputs stay @device."""
-        slots = choice.slots if "num_slots" in self._question.pins else choice.slots - choice.turn + turn
-        inputs = min(choice.inputs, self._question.model.num_layers - turn)
-        return self._with(choice._replace(turn=turn, slots=slots, inputs=inputs), choice.home)
+        slots = choice.num_slots if "num_slots" in self._question.pins else choice.num_slots - choice.turn_layers + turn
+        inputs = min(choice.host_inputs, self._question.model.num_layers - turn)
+        return self._with(choice._replace(turn_layers=turn, num_slots=slots, host_inputs=inputs), choice.home)
 
     def filled(self, choice: Choice) -> Choice | None:
         """``choice`` with the fewest inputs @host that let it fit; None where no number does."""
         count = self._question.model.num_layers
 
         def fits(on_device: int) -> bool:
-            one = choice._replace(inputs=count - on_device)
+            one = choice._replace(host_inputs=count - on_device)
             return not self.short(self._with(one, self._fewest_at_home(one)))
 
-        found, short = self.furnished(choice._replace(inputs=count - _most(fits, 0, count - 1)))
+        found, short = self.furnished(choice._replace(host_inputs=count - _most(fits, 0, count - 1)))
         if not short:
             return found
-        between = (self.furnished(choice._replace(inputs=inputs)) for inputs in self._fewest_inputs(choice))
+        between = (self.furnished(choice._replace(host_inputs=inputs)) for inputs in self._fewest_inputs(choice))
         return next((found for found, short in between if not short), None)
 
     def _fewest_inputs(self, choice: Choice) -> Iterator[int]:
         """Of numbers of units at home that leave the host room for some inputs and not for all: the fewest that the device can
         do with. More would send units home, which takes more of the device than inputs do."""
         count = self._question.model.num_layers
-        none, every = (self._fewest_at_home(choice._replace(inputs=inputs)) for inputs in (0, count))
+        none, every = (self._fewest_at_home(choice._replace(host_inputs=inputs)) for inputs in (0, count))
         for home in range(none, every):
 
             def has_room(on_device: int, home: int = home) -> bool:
-                needed = self.device(self._in_memory(choice._replace(inputs=count - on_device), home))
+                needed = self.device(self._in_memory(choice._replace(host_inputs=count - on_device), home))
                 return self._device is None or needed <= self._device
 
             if not has_room(0):
@@ -212,13 +213,13 @@ class Books:
     def _with(self, choice: Choice, home: int) -> Choice:
         """``choice`` with ``home`` units at home; no more slots than layers travel, and no parts where no end does."""
         plain = self._in_memory(choice, home)
-        return plain._replace(disk=self._on_disk(home, *self._needs(choice, home))) if self._disk.is_there else plain
+        return plain._replace(on_disk=self._on_disk(home, *self._needs(choice, home))) if self._disk.is_there else plain
 
     def _in_memory(self, choice: Choice, home: int) -> Choice:
         travelling = self._weights[False].layers[-1] - self._weights[False].layers[home]
-        slots = choice.slots if "num_slots" in self._question.pins else max(min(choice.slots, travelling), 1)
-        parts = choice.parts if "end_parts" in self._question.pins or home < self._units else 1
-        return choice._replace(home=home, slots=slots, parts=parts, disk=())
+        slots = choice.num_slots if "num_slots" in self._question.pins else max(min(choice.num_slots, travelling), 1)
+        parts = choice.end_parts if "end_parts" in self._question.pins or home < self._units else 1
+        return choice._replace(home=home, num_slots=slots, end_parts=parts, on_disk=())
 
     def _on_disk(self, home: int, host: int, device: int) -> tuple[int, ...]:
         """What must go to the disk where ``host`` and ``device`` bytes are needed without one."""
@@ -226,7 +227,7 @@ class Books:
 
     def short(self, choice: Choice) -> int:
         """Bytes that are missing, both places together."""
-        return self._missing(*self._needs(choice, choice.home), choice.disk)
+        return self._missing(*self._needs(choice, choice.home), choice.on_disk)
 
     def _short_with(self, choice: Choice, home: int, beside: tuple[int, int]) -> int:
         """The same of ``choice`` with ``home`` units at home, and as few @disk as that needs."""
@@ -237,10 +238,9 @@ class Books:
     def least_short(self, choice: Choice, *, may_fill: bool = False) -> int:
         """Bytes that are missing, wherever units live and in whatever slots they land. ``may_fill``: and with any number of
         inputs @host, so of the device alone, where none or all take fewest."""
-        cut = (choice.rows, choice.waves, choice.first)
-        key = (*cut, choice.budget, choice.chunk, choice.parts, choice.inputs, choice.mlp_chunk, may_fill)
+        key = (*choice.cut, *choice.computed, choice.end_parts, choice.host_inputs, may_fill)
         if key not in self._least_short:
-            several = (choice, choice._replace(inputs=self._question.model.num_layers)) if may_fill else (choice,)
+            several = (choice, choice._replace(host_inputs=self._question.model.num_layers)) if may_fill else (choice,)
             beside = [self._beside_planes(one, whole=whole) for one in several for whole in (False, True)]
             self._least_short[key] = min(self._missing(0 if may_fill else host, device, ()) for host, device in beside)
         return self._least_short[key]
@@ -256,7 +256,7 @@ class Books:
         return max(over_host, 0) + max(over_device, 0) + max(over_disk, 0)
 
     def host(self, choice: Choice) -> int:
-        return self._needs(choice, choice.home)[0] - self._disk.saved(choice.disk)
+        return self._needs(choice, choice.home)[0] - self._disk.saved(choice.on_disk)
 
     def device(self, choice: Choice) -> int:
         """With the margin for estimates."""
@@ -274,11 +274,12 @@ class Books:
         return inputs.host_bytes, inputs.device_bytes + self._activations_of(choice, whole=whole)
 
     def _planes_and_buffers(self, choice: Choice, home: int) -> tuple[int, int]:
-        buffered = (choice.slots, choice.slabs, choice.waves > 1, choice.resident, choice.carry, choice.parts)
-        key = (home, *buffered, choice.turn, choice.inputs if choice.turn else 0)
+        sums = (choice.num_waves > 1, choice.resident_gradients, choice.carry_fp32)
+        turning = (choice.turn_layers, choice.host_inputs if choice.turn_layers else 0)
+        key = (home, choice.num_slots, choice.num_slabs, choice.end_parts, *sums, *turning)
         if key not in self._fixed:
-            weights, own = self._weights[choice.carry], self._in_memory(choice, home)
-            table = buffers(self._question.model, self._specs[choice.carry], own.on(Plan()))
+            weights, own = self._weights[choice.carry_fp32], self._in_memory(choice, home)
+            table = buffers(self._question.model, self._specs[choice.carry_fp32], own.on(Plan()))
             host = weights.planes[-1] - weights.planes[home] + self._arrivals_of(choice, home)
             self._fixed[key] = (host, weights.at_home[home] + sum(item.num_bytes for item in table))
         return self._fixed[key]
@@ -286,10 +287,10 @@ class Books:
     def _arrivals_of(self, choice: Choice, home: int) -> int:
         if not self._question.on_arrival:
             return 0
-        return arrival_bytes(self._question.model, self._specs[choice.carry][GRAD], tuple(range(home)))
+        return arrival_bytes(self._question.model, self._specs[choice.carry_fp32][GRAD], tuple(range(home)))
 
     def _inputs_of(self, choice: Choice) -> InputSizes:
-        key = (choice.rows, choice.waves, choice.first, choice.inputs)
+        key = (*choice.cut, choice.host_inputs)
         if key not in self._inputs:
             shape = self._question.shape
             plan = choice.on(Plan(row_tokens=shape.row_tokens, rows_per_step=shape.rows_per_step))
@@ -298,13 +299,11 @@ class Books:
         return self._inputs[key]
 
     def _activations_of(self, choice: Choice, *, whole: bool) -> int:
-        several = choice.richer_budget if choice.richer else 0.0
-        again = choice.inputs > 0 or choice.mlp_chunk > 0 or choice.turn > 0
-        parts = 1 if whole else choice.parts  # units go home from the prologue on: the head is the last, and whole there
-        shape_of_head = (choice.rows, choice.budget, choice.chunk, several, parts)
-        of_micro_batch = (*shape_of_head, again, choice.mlp_chunk)
-        waves = (choice.waves, choice.first)
-        key = (*of_micro_batch, *waves, whole, choice.richer, choice.inputs, choice.attention, choice.turn)
+        several = choice.richer_budget if choice.richer_layers else 0.0
+        again = choice.host_inputs > 0 or choice.mlp_chunk_tokens > 0 or choice.turn_layers > 0
+        parts = 1 if whole else choice.end_parts  # units go home from the prologue on: the head is the last, and whole there
+        of_micro_batch = (choice.micro_batch_rows, *choice.computed, several, parts, again)
+        key = (*of_micro_batch, *choice.cut, whole, choice.richer_layers, *choice.in_layers)
         if key not in self._activations:
             question = self._question
             there = self._in_memory(choice, self._units) if whole else choice._replace(home=0)
@@ -331,22 +330,22 @@ class Books:
     def least_seconds(self, choice: Choice) -> float:
         """What the choice cannot do without: the compute, and the updates that the first wave's forward is too short for, or
         a lane that has more to do than both."""
-        machine, weights = self._question.machine, self._weights[choice.carry]
+        machine, weights = self._question.machine, self._weights[choice.carry_fp32]
         work, forward = self._compute_of(choice)
         micro_batches, rounds = self._cut(choice)
         away = weights.trained[-1] - weights.trained[choice.home]
         optimizer = weights.updates[-1] - weights.updates[choice.home]
         grad = weights.grad[-1] - weights.grad[choice.home]
-        carried = 0 if choice.resident else rounds - 1
+        carried = 0 if choice.resident_gradients else rounds - 1
         layers = weights.layers[-1] - weights.layers[choice.home]
         below = max(self._question.model.num_below - weights.layers[choice.home], 0)
-        uploads = layer_uploads(layers, below, choice.slots, rounds) / max(layers, 1)
+        uploads = layer_uploads(layers, below, choice.num_slots, rounds) / max(layers, 1)
         in_layers = (weights.weight[-1] - weights.weight[choice.home]) * layers / max(self._units - choice.home, 1)
         model = self._question.model
-        inputs = model.num_inputs_at_host(choice.inputs) * self._question.shape.tokens_per_step * model.boundary
+        inputs = model.num_inputs_at_host(choice.host_inputs) * self._question.shape.tokens_per_step * model.boundary
         upload = (uploads * in_layers * 0.5 + carried * grad + inputs) / machine.upload_bytes_per_s.value
         download = ((carried + 1) * grad + inputs) / machine.download_bytes_per_s.value
-        disk_s, before_last_s = self._disk.least_seconds(choice.disk, machine)
+        disk_s, before_last_s = self._disk.least_seconds(choice.on_disk, machine)
         if machine.is_cpu:
             return work + max(optimizer, disk_s)
         home = compute.home_step_s(weights.trained[choice.home], machine)
@@ -361,21 +360,21 @@ class Books:
 
     def _compute_of(self, choice: Choice) -> tuple[float, float]:
         """(all micro-batches, the forward of one through the layers)."""
-        in_parts = (choice.parts if not choice.home else 1, 1 if choice.home == self._units else choice.parts)
-        again = (choice.inputs, choice.mlp_chunk, choice.attention, choice.turn)
-        key = (choice.rows, choice.budget, choice.chunk, choice.richer_budget, choice.richer, *again, *in_parts)
+        in_parts = (choice.end_parts if not choice.home else 1, 1 if choice.home == self._units else choice.end_parts)
+        richer = (choice.richer_budget, choice.richer_layers)
+        key = (choice.micro_batch_rows, *choice.computed, *choice.in_layers, *richer, *in_parts)
         if key not in self._paces:
             question, plan = self._question, choice.on(Plan(compile=self._question.compiles))
             pace = compute.pace(question.model, plan, question.shape, question.machine)
             paces = compute.layer_paces(question.model, plan, question.shape, question.machine)
             forward, backward = (sum(directions) for directions in zip(*paces, strict=True))
-            count = question.shape.rows_per_step / min(choice.rows, question.shape.rows_per_step)
+            count = question.shape.rows_per_step / min(choice.micro_batch_rows, question.shape.rows_per_step)
             self._paces[key] = (count * (forward + backward + pace.ends), forward)
         return self._paces[key]
 
     def _cut(self, choice: Choice) -> tuple[float, int]:
         """(micro-batches of the first wave, waves) as the engine cuts them."""
-        key = (choice.rows, choice.waves, choice.first)
+        key = choice.cut
         if key not in self._first_wave:
             waves = waves_of(choice.on(Plan()), self._question.shape)
             self._first_wave[key] = (waves[0], len(waves))

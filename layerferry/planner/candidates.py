@@ -62,14 +62,20 @@ def choices(question: Problem) -> Iterator[Choice]:
             kinds = product(parts_choices, budgets, chunks, buffer_choices, carries)
             for parts, budget, chunk, (slots, slabs), (resident, carry) in kinds:
                 own = (rows, waves, budget, chunk, slots, slabs, resident, carry, parts)
-                choice = Choice(*own, inputs=inputs, attention=attention, mlp_chunk=pins.mlp_chunk_tokens or 0, first=first)
+                choice = Choice(
+                    *own,
+                    host_inputs=inputs,
+                    kept_attention=attention,
+                    mlp_chunk_tokens=pins.mlp_chunk_tokens or 0,
+                    first_wave=first,
+                )
                 yield from _with_richer(question, choice)
                 if budget == max(budgets) and may_travel:
-                    again = choice if "activation_budget" in pins else choice._replace(budget=_free_budget(question))
-                    yield from _with_richer(question, again._replace(inputs=every))
+                    again = choice if "activation_budget" in pins else choice._replace(activation_budget=_free_budget(question))
+                    yield from _with_richer(question, again._replace(host_inputs=every))
                     if shape.row_tokens > LONG_ROW and pins.mlp_chunk_tokens != 0 and not favours(pins):
-                        again = again._replace(mlp_chunk=pins.mlp_chunk_tokens or MLP_CHUNK)
-                        yield from (again._replace(inputs=one) for one in range(every + 1))
+                        again = again._replace(mlp_chunk_tokens=pins.mlp_chunk_tokens or MLP_CHUNK)
+                        yield from (again._replace(host_inputs=one) for one in range(every + 1))
 
 
 def last_resort(question: Problem, queue: Sequence[object]) -> Iterator[Choice]:
@@ -85,7 +91,8 @@ def last_resort(question: Problem, queue: Sequence[object]) -> Iterator[Choice]:
     for further in (pins, *parted):
         if not queue:
             chunked = choices(replace(question, pins=replace(further, mlp_chunk_tokens=SMALL_MLP_CHUNK)))
-            yield from (choice for choice in chunked if choice.inputs or not choice.budget)  # each layer is computed again anyway
+            # each layer is computed again anyway: of what it keeps, only inputs are a choice
+            yield from (choice for choice in chunked if choice.host_inputs or not choice.activation_budget)
 
 
 def leanest(question: Problem) -> Iterator[Problem]:
@@ -118,25 +125,25 @@ def _with_richer(question: Problem, choice: Choice) -> Iterator[Choice]:
         yield choice._replace(turns=True, before_home=True)
         return
     yield choice
-    rebuilt = choice.mlp_chunk or choice.attention
+    rebuilt = choice.mlp_chunk_tokens or choice.kept_attention
     fixed = pins.richer_layers == 0 or (pins.activation_budget is not None and pins.richer_budget is None)
-    if not rebuilt and not fixed and (choice.inputs or richer > choice.budget):
+    if not rebuilt and not fixed and (choice.host_inputs or richer > choice.activation_budget):
         yield choice._replace(richer_budget=richer)
-        if not choice.inputs:
+        if not choice.host_inputs:
             yield choice._replace(richer_budget=richer, before_home=True)
     if not rebuilt and may_turn(question, choice):
         yield choice._replace(turns=True)
-        if not choice.inputs:
+        if not choice.host_inputs:
             yield choice._replace(turns=True, before_home=True)
 
 
 def may_turn(question: Problem, choice: Choice) -> bool:
     """Whether the plan may say how many layers turn, and they could save anything: several micro-batches share a wave, and
     something is computed again."""
-    pins, micro_batches = question.pins, -(-question.shape.rows_per_step // choice.rows)
-    if question.machine.is_cpu or pins.turn_layers is not None or pins.richer_layers or choice.parts > 1:
+    pins, micro_batches = question.pins, -(-question.shape.rows_per_step // choice.micro_batch_rows)
+    if question.machine.is_cpu or pins.turn_layers is not None or pins.richer_layers or choice.end_parts > 1:
         return False
-    return micro_batches > choice.waves and (choice.inputs > 0 or choice.budget < _free_budget(question))
+    return micro_batches > choice.num_waves and (choice.host_inputs > 0 or choice.activation_budget < _free_budget(question))
 
 
 def _free_budget(question: Problem) -> float:
@@ -162,8 +169,9 @@ def _may_travel(question: Problem) -> bool:
 
 def may_fill(question: Problem, choice: Choice) -> bool:
     """Whether the fewest inputs @host that let ``choice`` fit are looked for; of long rows in chunks every number is a choice."""
-    every_number = choice.mlp_chunk and question.shape.row_tokens > LONG_ROW
-    return _may_travel(question) and not choice.inputs and choice.budget == 0.0 and not choice.richer_budget and not every_number
+    every_number = choice.mlp_chunk_tokens and question.shape.row_tokens > LONG_ROW
+    keeps = choice.activation_budget or choice.richer_budget
+    return _may_travel(question) and not (choice.host_inputs or keeps or every_number)
 
 
 def _buffer_choices(question: Problem) -> list[tuple[int, int]]:

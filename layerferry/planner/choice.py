@@ -6,36 +6,35 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from layerferry.plan import Plan
 
 
 class Choice(NamedTuple):
-    """The fields of a plan that are searched for. ``Books.furnished`` counts what fills the device: ``home`` units at home and
-    ``richer`` layers that keep ``richer_budget`` (0.0: none may), the one or the other first. ``inputs``: layers whose inputs
-    are @host."""
+    """The fields of a plan that are searched for, by the plan's own names, and three that only the search knows.
+    ``Books.furnished`` counts what fills the device: ``home`` units at home and ``richer_layers`` that keep ``richer_budget``
+    (0.0: none may), the one or the other first."""
 
-    rows: int
-    waves: int
-    budget: float
-    chunk: int
-    slots: int
-    slabs: int
-    resident: bool
-    carry: bool
-    parts: int = 1
+    micro_batch_rows: int
+    num_waves: int
+    activation_budget: float
+    chunk_tokens: int
+    num_slots: int
+    num_slabs: int
+    resident_gradients: bool
+    carry_fp32: bool
+    end_parts: int = 1
+    richer_layers: int = 0
+    host_inputs: int = 0
+    on_disk: tuple[int, ...] = ()
+    mlp_chunk_tokens: int = 0
+    kept_attention: int = 0
+    turn_layers: int = 0
+    """``num_slots`` counts theirs."""
+    first_wave: int = 0
     home: int = 0
-    richer: int = 0
-    inputs: int = 0
-    disk: tuple[int, ...] = ()
-    """Indexes of the units whose state is @disk."""
-    mlp_chunk: int = 0
-    attention: int = 0
-    turn: int = 0
-    """Layers that turn with the head; ``slots`` counts theirs."""
-    first: int = 0
-    """Micro-batches of the first wave; 0: as many as of others."""
+    """Units, from the first on, that live @device."""
     richer_budget: float = 0.0
     turns: bool = False
     """As many layers as fit turn with the head."""
@@ -52,26 +51,29 @@ class Choice(NamedTuple):
         """Whether some layers may keep more, or turn."""
         return self.turns or self.richer_budget > 0.0
 
+    @property
+    def cut(self) -> tuple[int, int, int]:
+        """How a step is cut into waves of micro-batches."""
+        return (self.micro_batch_rows, self.num_waves, self.first_wave)
+
+    @property
+    def computed(self) -> tuple[float, int, int]:
+        """What a micro-batch is computed with: share of activations kept, chunks of logits and of token-wise parts."""
+        return (self.activation_budget, self.chunk_tokens, self.mlp_chunk_tokens)
+
+    @property
+    def in_layers(self) -> tuple[int, int, int]:
+        """Numbers of layers that keep other things than the rest do."""
+        return (self.host_inputs, self.kept_attention, self.turn_layers)
+
     def on(self, base: Plan) -> Plan:
         """``base`` with this choice, without bytes and seconds."""
-        return replace(
-            base,
-            micro_batch_rows=self.rows,
-            num_waves=self.waves,
-            first_wave=self.first,
-            activation_budget=self.budget,
-            richer_layers=self.richer,
-            richer_budget=self.richer_budget if self.richer else 1.0,
-            chunk_tokens=self.chunk,
-            num_slots=self.slots,
-            num_slabs=self.slabs,
-            end_parts=self.parts,
-            resident_gradients=self.resident,
-            carry_fp32=self.carry,
-            on_device=tuple(range(self.home)),
-            on_disk=self.disk,
-            host_inputs=self.inputs,
-            mlp_chunk_tokens=self.mlp_chunk,
-            kept_attention=self.attention,
-            turn_layers=self.turn,
-        )
+        fields: dict[str, Any] = {
+            name: value for name, value in zip(self._fields, self, strict=True) if name not in _OF_THE_SEARCH
+        }
+        fields["richer_budget"] = self.richer_budget if self.richer_layers else 1.0
+        return replace(base, on_device=tuple(range(self.home)), **fields)
+
+
+_OF_THE_SEARCH = frozenset(("home", "turns", "before_home"))
+"""Fields of a choice that a plan has not."""

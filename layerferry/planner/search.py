@@ -73,13 +73,13 @@ def _search(question: Problem, keys: Collection[Key] | None) -> tuple[Plan, bool
         if keys is not None and not _is_measured(found, base, keys):
             continue  # layers that keep more, or turn, have a budget of their own
         if not short:
-            compute_s = books.compute_s(found) if found.disk else 0.0
+            compute_s = books.compute_s(found) if found.on_disk else 0.0
             queue.append((books.least_seconds(found) * _handicap(question, found), compute_s, number, found))
         elif not queue and (nearest is None or short < nearest[0]):
             nearest = (short, found)
     if queue:
         fastest = _fastest(question, books, base, queue)
-        near = (*_fewer_parts(question, books, fastest), *_fewer_turning(question, books, fastest, range(1, fastest.turn)))
+        near = (*_fewer_parts(question, books, fastest), *_fewer_turning(question, books, fastest, range(1, fastest.turn_layers)))
         others = [other for other in near if keys is None or _is_measured(other, base, keys)]
         best = _quickest(question, base, (fastest, *others))
         longer = chain.from_iterable(_longer_first_wave(question, books, one) for one in {fastest, best})
@@ -111,7 +111,7 @@ def _can_fit(question: Problem) -> bool:
 
 def _least_short(question: Problem, books: Books, choice: Choice) -> int:
     """Bytes that ``choice`` lacks however it is furnished; layers that are pinned to keep more have fewer inputs @host."""
-    if choice.inputs and favours(question.pins):
+    if choice.host_inputs and favours(question.pins):
         return 0
     return books.least_short(choice, may_fill=may_fill(question, choice))
 
@@ -134,36 +134,36 @@ def _is_measured(choice: Choice, base: Plan, keys: Collection[Key]) -> bool:
 
 def _fewer_parts(question: Problem, books: Books, choice: Choice) -> list[Choice]:
     """``choice`` with larger parts of the ends, where they fit."""
-    if choice.parts == 1 or question.pins.end_parts:
+    if choice.end_parts == 1 or question.pins.end_parts:
         return []
-    return [other for parts in FEWER_PARTS if not books.short(other := choice._replace(parts=parts))]
+    return [other for parts in FEWER_PARTS if not books.short(other := choice._replace(end_parts=parts))]
 
 
 def _fewer_turning(question: Problem, books: Books, choice: Choice, numbers: Iterable[int]) -> list[Choice]:
     """``choice`` with these ``numbers`` of layers that turn, where they fit: the more turn, the sooner their updates are needed,
     by the first micro-batch."""
-    if not choice.turn or question.pins.turn_layers is not None:
+    if not choice.turn_layers or question.pins.turn_layers is not None:
         return []
     return [other for turn in numbers if turn and not books.short(other := books.turning(choice, turn))]
 
 
 def _longer_first_wave(question: Problem, books: Books, choice: Choice) -> list[Choice]:
     """``choice`` with more of its micro-batches in the first wave, where those fit: updates have longer to hide."""
-    micro_batches = -(-question.shape.rows_per_step // choice.rows)
-    equal, most = -(-micro_batches // choice.waves), micro_batches - choice.waves + 1
-    if choice.waves == 1 or choice.first or most <= equal:
+    micro_batches = -(-question.shape.rows_per_step // choice.micro_batch_rows)
+    equal, most = -(-micro_batches // choice.num_waves), micro_batches - choice.num_waves + 1
+    if choice.num_waves == 1 or choice.first_wave or most <= equal:
         return []
     numbers = range(equal + 1, most + 1, -(-(most - equal) // MOST_FIRST_WAVES))
-    return [other for first in numbers if not books.short(other := choice._replace(first=first))]
+    return [other for first in numbers if not books.short(other := choice._replace(first_wave=first))]
 
 
 def _fastest(question: Problem, books: Books, base: Plan, queue: list[Bounded]) -> Choice:
     """Of choices with lower bounds of their seconds, which hold for fewer layers that turn too."""
     heapq.heapify(queue)
     best, fastest = float("inf"), queue[0][-1]
-    while queue and queue[0][0] < best * (HARDLY_FASTER if fastest.disk else 1.0):
+    while queue and queue[0][0] < best * (HARDLY_FASTER if fastest.on_disk else 1.0):
         most = heapq.heappop(queue)[-1]
-        for choice in (most, *_fewer_turning(question, books, most, (most.turn * 3 // 4, most.turn // 2))):
+        for choice in (most, *_fewer_turning(question, books, most, (most.turn_layers * 3 // 4, most.turn_layers // 2))):
             handicap = _handicap(question, choice)
             if books.least_seconds(choice) * handicap >= best:
                 continue
@@ -179,7 +179,7 @@ def is_exact(plan: Plan) -> bool:
 
 
 def _handicap(question: Problem, choice: Choice) -> float:
-    return 1.0 if choice.waves == 1 or choice.resident or choice.carry or question.fp32 else INEXACT
+    return 1.0 if choice.num_waves == 1 or choice.resident_gradients or choice.carry_fp32 or question.fp32 else INEXACT
 
 
 def _base(question: Problem) -> Plan:

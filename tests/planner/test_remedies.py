@@ -87,9 +87,9 @@ def test_what_can_fit_is_what_the_search_finds(tokens: int, rows: int, place: st
         asked = replace(question, machine=having(question.machine, place, num_bytes))
         assert can_fit(asked) is search(asked)[1] is expected
     books, model = Books(asked), question.model
-    plain = [one for lean in leanest(asked) for one in choices(lean) if not one.may_favour and not one.budget]
+    plain = [one for lean in leanest(asked) for one in choices(lean) if not one.may_favour and not one.activation_budget]
     assert plain and not any(
-        books.short(books._with(one._replace(inputs=inputs), home)) == 0
+        books.short(books._with(one._replace(host_inputs=inputs), home)) == 0
         for one in plain
         for inputs in range(model.num_layers + 1)
         for home in range(len(model.units) + 1)

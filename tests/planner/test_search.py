@@ -60,8 +60,8 @@ def long_row(tokens: int = 524288, *, layers: int = 28, **there: float) -> Probl
 
 def test_books_are_the_byte_table_of_long_rows_too() -> None:
     question = long_row(262144)
-    chunked = [choice for choice in choices(question) if choice.mlp_chunk]
-    assert {choice.inputs for choice in chunked} == set(range(29))
+    chunked = [choice for choice in choices(question) if choice.mlp_chunk_tokens]
+    assert {choice.host_inputs for choice in chunked} == set(range(29))
     for plan, _, least_s in books_beside_the_table(question, chunked[::41]):
         assert least_s <= question.seconds(plan).step
 
@@ -122,13 +122,13 @@ def test_layers_that_keep_more_fill_the_device_and_are_faster() -> None:
     found = [
         books.furnished(choice)
         for choice in choices(question)
-        if choice.budget == 0.0 and choice.before_home and not choice.turns
+        if choice.activation_budget == 0.0 and choice.before_home and not choice.turns
     ]
     richer = [choice for choice, short in found if not short]
-    assert richer and max(choice.richer for choice in richer) == 3
+    assert richer and max(choice.richer_layers for choice in richer) == 3
     for choice in richer:
-        assert books.device(choice._replace(home=0, richer=choice.richer + 1)) > 90 * 2**30
-        leaner = choice._replace(richer=0)
+        assert books.device(choice._replace(home=0, richer_layers=choice.richer_layers + 1)) > 90 * 2**30
+        leaner = choice._replace(richer_layers=0)
         assert question.seconds(choice.on(base)).compute < question.seconds(leaner.on(base)).compute
 
 
@@ -168,7 +168,7 @@ def test_ten_million_rows_have_few_choices(on_cpu: bool) -> None:
     """9,979,200 has 432 divisors, and is about as much as a configuration may ask for."""
     question = problem(qwen("qwen2.5-3b"), specs(), machine(cpu=on_cpu), config(rows=9_979_200), 8)
     begin = time.process_time()
-    rows = sorted({choice.rows for choice in choices(question)})
+    rows = sorted({choice.micro_batch_rows for choice in choices(question)})
     assert rows[0] == 1 and 8 < len(rows) <= MOST_ROW_CHOICES + 1
     assert time.process_time() - begin < 20.0
 
