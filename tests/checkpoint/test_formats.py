@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,28 +12,7 @@ from layerferry.engine.engine import Engine
 from layerferry.errors import CheckpointError
 from layerferry.optim.blocks import decode
 from tests.checkpoint.tiny import PLANS, assert_same, engine_of, load, model_of, save, state_of, train
-
-FORMATS: dict[str, dict[str, Any]] = {
-    "adamw": {"optim": "adamw_torch"},
-    "adamw_8bit": {"optim": "adamw_8bit"},
-    "adamw_8bit over fp32": {"optim": "adamw_8bit", "master_weights": "fp32"},
-    "adamw over bf16": {"master_weights": "bf16"},
-    "adamw_8bit over bf16": {"optim": "adamw_8bit", "master_weights": "bf16"},
-    "lion": {"optim": "lion_32bit"},
-    "lion_8bit": {"optim": "lion_8bit"},
-    "adafactor": {"optim": "adafactor"},
-    "adafactor over 24 bits": {"optim": "adafactor", "master_weights": "24bit"},
-    "muon": {"optim": "muon"},
-    "muon_8bit": {"optim": "muon_8bit"},
-    "sgd": {"optim": "sgd"},
-    "momentum": {"optim": "sgd", "momentum": 0.9},
-    "adamw over 24 bits": {"optim": "adamw_torch", "master_weights": "24bit"},
-    "lion_8bit over bf16": {"optim": "lion_8bit", "master_weights": "bf16"},
-    "muon over 24 bits": {"optim": "muon", "master_weights": "24bit"},
-    "muon over bf16": {"optim": "muon", "master_weights": "bf16"},
-    "sgd over bf16": {"optim": "sgd", "master_weights": "bf16"},
-    "momentum over 24 bits": {"optim": "sgd", "momentum": 0.9, "master_weights": "24bit"},
-}
+from tests.optim.every_format import EVERY_FORMAT
 
 
 def decoded(engine: Engine, kind: str) -> dict[str, torch.Tensor]:
@@ -53,11 +31,11 @@ CHAINS = (("streamed", "home", "disk"), ("disk", "home", "streamed"))
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids=", ".join)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", EVERY_FORMAT)
 def test_resumption_is_exact(tmp_path: Path, name: str, chain: tuple[str, ...]) -> None:
     """Each step under another plan, with units @host, @device and @disk: saved codes and the counted random numbers are all
     there is."""
-    model, optim = model_of("qwen3_moe" if "8bit" in name else "llama"), FORMATS[name]
+    model, optim = model_of("qwen3_moe" if "8bit" in name else "llama"), EVERY_FORMAT[name]
     whole = engine_of(model, **optim)
     losses = train(whole, range(3))
     one = engine_of(model, PLANS[chain[0]], **optim)

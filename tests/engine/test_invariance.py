@@ -12,34 +12,18 @@ from torch import Tensor
 
 from layerferry.backends.chaos import ChaosBackend
 from layerferry.backends.cpu import CpuBackend
+from layerferry.config import OptimConfig
 from layerferry.engine.oracle import loss_and_gradients
-from layerferry.optim.adafactor import Adafactor
-from layerferry.optim.adamw import AdamW
 from layerferry.optim.base import Optimizer
-from layerferry.optim.formats import StateFormat
-from layerferry.optim.lion import Lion
-from layerferry.optim.muon import Muon
-from layerferry.optim.sgd import SGD
+from layerferry.optim.choose import optimizer_for
+from layerferry.optim.formats import RESIDUES
 from layerferry.plan import Plan
 from tests.conformance.harness import gradients, make_engine, masked, micro_batches, unequal
 from tests.engine.small import clipped_steps, same, small_model, state
+from tests.optim.every_format import EVERY_FORMAT, RULES
 
 BASE = Plan(fp32=True, num_slots=2, num_slabs=1, carry_fp32=True)
 STEPS = 3
-LEAN = StateFormat(master="24bit", moments="8bit")
-FORMATS: dict[str, Optimizer] = {
-    "adamw, 8-bit moments, 24-bit master": AdamW(state_format=LEAN, weight_decay=0.1),
-    "adamw, bf16 weights": AdamW(state_format=StateFormat(master="bf16"), weight_decay=0.1),
-    "adamw, 8-bit moments, bf16 weights": AdamW(state_format=StateFormat(master="bf16", moments="8bit")),
-    "lion": Lion(weight_decay=0.1),
-    "lion, 8-bit": Lion(state_format=LEAN),
-    "adafactor": Adafactor(weight_decay=0.1),
-    "adafactor, bf16 weights": Adafactor(state_format=StateFormat(master="bf16")),
-    "muon": Muon(weight_decay=0.1),
-    "muon, 8-bit, 24-bit master": Muon(state_format=LEAN, weight_decay=0.1),
-    "sgd": SGD(weight_decay=0.1),
-    "sgd with momentum": SGD(momentum=0.9),
-}
 
 
 def run(
@@ -118,21 +102,43 @@ def test_bf16_units_at_home_on_the_device_see_the_same_rounded_gradient() -> Non
     assert seen == expected[0] and same(left, expected[1])
 
 
-@pytest.mark.parametrize("fp32", [False, True])
-@pytest.mark.parametrize("name", FORMATS)
-def test_every_format_in_every_place(name: str, fp32: bool) -> None:
-    """Random numbers of stochastic rounding come from step, unit and element: not from places, threads, slots or order."""
-    plan = replace(BASE, fp32=fp32, carry_fp32=fp32)
-    expected = run(plan, optimizer=FORMATS[name])
-    at_home = ({"on_device": (1, 2)}, {"on_device": (0, 1, 2, 3, 4)})
-    for changed in (
-        *at_home,
-        {"on_disk": (0, 2, 3)},
-        {"on_device": (0,), "on_disk": (1, 4), "num_slots": 5, "optimizer_threads": 2},
-    ):
-        seen, left = run(replace(plan, **changed), chaos=2, optimizer=FORMATS[name])
+PLACES: list[dict[str, Any]] = [
+    {"on_device": (0, 1, 2, 3, 4)},
+    {"on_disk": (0, 2, 3)},
+    {"on_device": (0,), "on_disk": (1, 4), "num_slots": 5, "optimizer_threads": 2},
+]
+
+
+def with_format(fields: dict[str, Any], plan: Plan, *, chaos: int | None = None) -> tuple[list[float], dict[str, Tensor]]:
+    return run(plan, chaos=chaos, optimizer=optimizer_for(OptimConfig(weight_decay=0.1, **fields)))
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Tensor]:
+    """What AdamW over whole masters leaves."""
+    return with_format({}, replace(BASE, fp32=False, carry_fp32=False))[1]
+
+
+@pytest.mark.parametrize("name", EVERY_FORMAT)
+def test_every_format_in_every_place(name: str, plain: dict[str, Tensor]) -> None:
+    """Random numbers of stochastic rounding come from step, unit and element: not from places, threads, slots or order. What
+    becomes of each when it is resumed: ``tests/checkpoint/test_formats.py``."""
+    plan = replace(BASE, fp32=False, carry_fp32=False)
+    expected = with_format(EVERY_FORMAT[name], plan)
+    for changed in PLACES:
+        seen, left = with_format(EVERY_FORMAT[name], replace(plan, **changed), chaos=2)
         assert seen == expected[0] and same(left, expected[1])
-    assert seen != run(plan)[0], "another format is another run"
+    assert same(left, plain) == (name == "adamw_torch over fp32"), "another format is another run"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_in_every_place_where_weights_are_fp32(rule: str) -> None:
+    """A weight of four bytes is the master whatever ``master_weights`` says."""
+    expected = with_format(RULES[rule], BASE)
+    masters = [{**RULES[rule], "master_weights": master} for master in RESIDUES]
+    for number, changed in enumerate(PLACES):
+        seen, left = with_format(masters[number], replace(BASE, **changed), chaos=2)
+        assert seen == expected[0] and same(left, expected[1])
 
 
 @pytest.mark.parametrize("changed", [{"num_slots": 5}, {"num_slabs": 2}, {"activation_budget": 0.0}, {"optimizer_threads": 2}])
