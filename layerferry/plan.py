@@ -132,6 +132,11 @@ class Plan:
     notes: tuple[str, ...] = field(default=())
 
     @property
+    def is_exact(self) -> bool:
+        """Whether no gradient is rounded between waves."""
+        return self.num_waves == 1 or self.resident_gradients or self.carry_fp32 or self.fp32
+
+    @property
     def device_units(self) -> int:
         """Units that live @device."""
         return len(self.on_device)

@@ -307,8 +307,13 @@ class Engine:
     @property
     def update_order(self) -> tuple[Unit, ...]:
         """Every unit, frozen ones too, in the order in which the next forward needs it."""
-        ends = (self.skeleton.prologue_unit, self.skeleton.epilogue_unit)
-        return (ends[0], *self.skeleton.layer_units, *(ends[1:] if ends[1] is not ends[0] else ()))
+        last = () if self.has_tied_ends else (self.skeleton.epilogue_unit,)
+        return (self.skeleton.prologue_unit, *self.skeleton.layer_units, *last)
+
+    @property
+    def has_tied_ends(self) -> bool:
+        """Embedding and head share a weight, and are one unit."""
+        return self.skeleton.prologue_unit is self.skeleton.epilogue_unit
 
     @property
     def folder(self) -> ModelFolder:

@@ -27,7 +27,7 @@ from layerferry.planner.memory import plan_specs
 from layerferry.planner.problem import ESTIMATE_MARGIN, Problem, fits, key_of, needs, problem, unkept
 from layerferry.planner.rate import GUESS
 from layerferry.planner.remedies import shortfall
-from layerferry.planner.search import is_exact, search
+from layerferry.planner.search import search
 from layerferry.planner.working import Shape, Working
 from layerferry.store.store import TRAVELLING, plane_specs
 
@@ -118,7 +118,7 @@ def with_notes(question: Problem, plan: Plan) -> Plan:
     ]
     if plan.seconds is not None:
         notes.append(_limit(plan, plan.seconds))
-    if not is_exact(plan):
+    if not plan.is_exact:
         notes.append(f"{plan.num_waves} waves carry gradients in bf16: one rounding a wave")
     if plan.on_arrival:
         notes.append(

@@ -173,11 +173,6 @@ def _fastest(question: Problem, books: Books, base: Plan, queue: list[Bounded]) 
     return fastest
 
 
-def is_exact(plan: Plan) -> bool:
-    """Whether no gradient is rounded between waves."""
-    return plan.num_waves == 1 or plan.resident_gradients or plan.carry_fp32 or plan.fp32
-
-
 def _handicap(question: Problem, choice: Choice) -> float:
     return 1.0 if choice.num_waves == 1 or choice.resident_gradients or choice.carry_fp32 or question.fp32 else INEXACT
 

@@ -37,7 +37,8 @@ from layerferry.trainer.meter import Meter, Work, model_flops
 from layerferry.trainer.output import OutputFolder
 from layerferry.trainer.progress import Progress, View, counter, host_resident_bytes
 from layerferry.trainer.reporters import Reporter
-from layerferry.trainer.state import RunState, Totals, data_facts, eval_facts, rounding_of, settings_of
+from layerferry.trainer.rounding import rounding_of
+from layerferry.trainer.state import RunState, Totals, data_facts, eval_facts, settings_of
 from layerferry.trainer.timeline import StepRecorder
 from layerferry.trainer.watchdog import Lane
 
@@ -220,7 +221,7 @@ class Loop:
             skipped_batches=list(self._skips.batches),
             data=data_facts(self.sampler, self.data.train),
             settings=settings_of(self.config, self.cadence.total_steps),
-            rounding=rounding_of(self.engine.plan),
+            rounding=rounding_of(self.engine.plan, tied=self.engine.has_tied_ends),
         )
 
     def lanes(self) -> list[Lane]:

@@ -57,14 +57,13 @@ from layerferry.trainer.progress import progress
 from layerferry.trainer.reporters import open_reporters, tracker_names
 from layerferry.trainer.resume import Start, latest_of, say_what_is_left_behind
 from layerferry.trainer.retreat import retreat
+from layerferry.trainer.rounding import other_rounding, rounding_of
 from layerferry.trainer.state import (
     RunState,
     changes,
     check_data,
     data_facts,
     eval_facts,
-    other_rounding,
-    rounding_of,
     settings_of,
 )
 from layerferry.trainer.timeline import StepRecorder
@@ -139,7 +138,8 @@ def _restore(asked: Asked, engine: Engine) -> None:
     """The rest of the checkpoint that the run goes on from."""
     if asked.start is not None:
         asked.start.restore(engine)
-        if (told := other_rounding(asked.start.state.rounding, rounding_of(engine.plan))) is not None:
+        own = rounding_of(engine.plan, tied=engine.has_tied_ends)
+        if (told := other_rounding(asked.start.state.rounding, own)) is not None:
             logger.warning("%s", told)
     if asked.config.train.detect_anomaly:
         engine.tape_type = WatchfulTape

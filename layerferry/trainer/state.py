@@ -19,13 +19,10 @@ from layerferry.checkpoint.files import read_small
 from layerferry.config import Config
 from layerferry.data import Cursor, Sampler, SampleSet
 from layerferry.errors import CheckpointError
-from layerferry.plan import Plan
 from layerferry.trainer.history import LOG_NAME, Entry
 
 RUN_STATE = "run.json"
 FORMAT = 2
-ROUNDING = ("micro_batch_rows", "chunk_tokens", "mlp_chunk_tokens", "end_parts", "carry_fp32", "compile")
-"""Fields of a plan, each a key of the configuration too, that change the last bits of a step (``reliability.md``)."""
 MAX_STATE_BYTES = 1 << 32
 """Of a history that still makes sense."""
 
@@ -62,7 +59,7 @@ class RunState:
     data: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     rounding: Mapping[str, Any] = field(default_factory=dict)
-    """What of the plan decides the order of sums; empty: written before it was recorded."""
+    """What of the plan decides the order of sums (``rounding``); empty: written before it was recorded."""
 
     def files(self) -> dict[str, bytes]:
         """File name to content."""
@@ -175,23 +172,6 @@ def settings_of(config: Config, total_steps: int) -> dict[str, Any]:
 def changes(saved: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     """``key: before -> now`` for every setting that differs."""
     return [f"{key}: {saved[key]} -> {found[key]}" for key in found if key in saved and saved[key] != found[key]]
-
-
-def rounding_of(plan: Plan) -> dict[str, Any]:
-    """What of ``plan`` decides in which order, and in which type, sums are rounded. All else of it changes no bit."""
-    return {key: getattr(plan, key) for key in ROUNDING}
-
-
-def other_rounding(saved: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:
-    """One line where the plan of a resumed run rounds otherwise, with the pins that keep the checkpoint's; None: it does not."""
-    told, pins = changes(saved, found), {key: saved[key] for key in found if key in saved and saved[key] != found[key]}
-    if not told:
-        return None
-    keys = ", ".join(f"{key}: {json.dumps(value)}" for key, value in pins.items())
-    return (
-        f"the plan is not that of the checkpoint: {', '.join(told)}: from here on sums are rounded in another order, which is "
-        f"not wrong, but not bit for bit the run that was left; to keep its bits set {keys}"
-    )
 
 
 def _metrics(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from layerferry.planner.flops import Flops
 from layerferry.planner.held import DEVICE, HOST
 from layerferry.planner.machine import Machine
 from layerferry.planner.problem import Problem, fits, needs, problem
-from layerferry.planner.search import INEXACT, is_exact, search
+from layerferry.planner.search import INEXACT, search
 from layerferry.planner.working import Shape, Working
 from layerferry.store.store import plane_specs
 from tests.planner.subjects import GIB, QWEN_7B, config, machine, qwen, skeleton, specs
@@ -350,7 +350,7 @@ def test_more_device_memory_never_gives_a_worse_plan(small: float, extra: float,
     less, more = (decided(config(rows=rows, **FEW), device_gib=g) for g in (small, small + extra))
     if less.shortfall is None:
         assert more.shortfall is None
-        worst = 1.0 if is_exact(less.plan) else INEXACT
+        worst = 1.0 if less.plan.is_exact else INEXACT
         assert step_s(more.plan) <= 1.01 * worst * step_s(less.plan), "a unit more at home may cost its update @device"
 
 

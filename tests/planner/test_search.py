@@ -10,7 +10,7 @@ import pytest
 from layerferry.planner.books import Books
 from layerferry.planner.candidates import MOST_ROW_CHOICES, PARTS, choices, divisors
 from layerferry.planner.problem import Problem, key_of, problem
-from layerferry.planner.search import INEXACT, _base, is_exact, search
+from layerferry.planner.search import INEXACT, _base, search
 from tests.planner.subjects import books_beside_the_table, config, machine, qwen, specs
 
 
@@ -34,10 +34,10 @@ def test_bounds_do_not_hide_the_fastest_plan(name: str, device_gib: float, on_ar
             plan = furnished.on(base)
             cost = question.seconds(plan).step
             assert books.least_seconds(furnished) <= cost * (1 + 1e-9)
-            least = min(least, cost * (1.0 if is_exact(plan) else INEXACT))
+            least = min(least, cost * (1.0 if plan.is_exact else INEXACT))
     plan, found = search(question)
     assert found and plan.seconds is not None
-    found_s = plan.seconds.step * (1.0 if is_exact(plan) else INEXACT)
+    found_s = plan.seconds.step * (1.0 if plan.is_exact else INEXACT)
     if plan.end_parts in (1, PARTS) and not plan.turn_layers and not plan.first_wave:
         assert found_s == pytest.approx(least)
     assert found_s <= least * (1 + 1e-9), "parts, layers that turn, longer first waves: tried with the best plan"

@@ -42,6 +42,7 @@ class FakeEngine:
         return Plan(micro_batch_rows=self.rows)
 
     num_steps = 0
+    has_tied_ends = False
     folder = SimpleNamespace(tensors_read=0)
 
     @property

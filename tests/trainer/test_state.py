@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerferry.config import Pins
 from layerferry.data import Cursor
 from layerferry.errors import CheckpointError
 from layerferry.plan import Plan
-from layerferry.trainer.state import ROUNDING, RUN_STATE, RunState, Totals, changes, check_data, other_rounding, rounding_of
+from layerferry.trainer.rounding import rounding_of
+from layerferry.trainer.state import RUN_STATE, RunState, Totals, changes, check_data
 
 FACTS = {"rows": 5, "content": 7, "seed": 42, "shuffle": True, "usable": 4}
 numbers = st.floats() | st.integers(-(2**60), 2**60)
@@ -47,7 +46,7 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, entries: list[dict
         skipped_batches=[{"after_step": step, "epoch": 0.5, "reason": "loss nan", "rows": [1, 2]}],
         data=FACTS,
         settings={"seed": 1},
-        rounding=rounding_of(Plan(carry_fp32=True)),
+        rounding=rounding_of(Plan(carry_fp32=True), tied=False),
     )
     write(folder, state)
     assert same(RunState.read(folder), state)
@@ -99,12 +98,3 @@ def test_other_data_is_refused(key: str, value: int, message: str) -> None:
 
 def test_changed_settings_are_told() -> None:
     assert changes({"a": 1, "b": 2, "old": 0}, {"a": 1, "b": 3, "new": 4}) == ["b: 2 -> 3"]
-
-
-def test_another_order_of_sums_is_told_and_can_be_pinned() -> None:
-    saved = rounding_of(Plan())
-    assert other_rounding(saved, rounding_of(Plan(num_slots=7, num_waves=2, optimizer_threads=3))) is None
-    assert other_rounding({}, saved) is None, "a checkpoint from before it was recorded"
-    told = other_rounding(saved, rounding_of(Plan(carry_fp32=True)))
-    assert told is not None and told.endswith("to keep its bits set carry_fp32: false")
-    assert set(ROUNDING) <= {one.name for one in fields(Pins)}
