@@ -33,12 +33,12 @@ def test_native_equals_the_reference(native: NativeKernels, make, rule: str, mas
         assert_same_bits(got, wanted)
 
 
-@pytest.mark.parametrize("master", ["24bit", "bf16"])
-def test_every_clone_gives_the_same_bits(clones: dict[str, NativeKernels], master: str) -> None:
+@pytest.mark.parametrize(("rule", "master", "moments"), FORMATS)
+def test_every_clone_gives_the_same_bits(clones: dict[str, NativeKernels], rule: str, master: str, moments: str) -> None:
     for arrays in (ordinary(128 * 50), extreme(128 * 50)):
-        wanted = run(REFERENCE, operands(arrays, "adamw", master, "8bit"), "adamw", 4)
+        wanted = run(REFERENCE, operands(arrays, rule, master, moments), rule, 4)
         for kernels in clones.values():
-            assert_same_bits(run(kernels, operands(arrays, "adamw", master, "8bit"), "adamw", 4), wanted)
+            assert_same_bits(run(kernels, operands(arrays, rule, master, moments), rule, 4), wanted)
 
 
 @pytest.mark.parametrize("rule", ["adamw", "momentum"])
