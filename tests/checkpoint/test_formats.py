@@ -12,7 +12,7 @@ from layerferry.engine.engine import Engine
 from layerferry.errors import CheckpointError
 from layerferry.optim.blocks import decode
 from tests.checkpoint.tiny import PLANS, assert_same, engine_of, load, model_of, save, state_of, train
-from tests.optim.every_format import EVERY_FORMAT
+from tests.optim.every_format import EVERY_FORMAT, RULES
 
 
 def decoded(engine: Engine, kind: str) -> dict[str, torch.Tensor]:
@@ -48,6 +48,28 @@ def test_resumption_is_exact(tmp_path: Path, name: str, chain: tuple[str, ...]) 
             before.close()
         assert train(one, range(step, step + 1)) == losses[step : step + 1]
     assert_same(state_of(one), state_of(whole))
+
+
+PARTLY = ("layers.0.input_layernorm", "layers.1.mlp", "model.norm")
+"""Of one layer a vector alone, of another some matrices, of the last unit a vector beside a frozen table; the first is frozen."""
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_frozen_parameters_beside_every_rule(tmp_path: Path, rule: str) -> None:
+    """The bits of a run in one place, whatever a unit has left to train, and the weights of what is frozen stay."""
+    model = model_of()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(tuple(f"model.{part}" for part in PARTLY[:2]) + PARTLY[2:]))
+    whole, one = engine_of(model, **RULES[rule]), engine_of(model, PLANS["disk"], **RULES[rule])
+    losses = train(whole, range(2))
+    assert train(one, range(1)) == losses[:1]
+    again = load(model, save(one, tmp_path, 1).folder, PLANS["home"], **RULES[rule])
+    assert_same(state_of(again), state_of(one))
+    assert train(again, range(1, 2)) == losses[1:]
+    assert_same(state_of(again), state_of(whole))
+    after = state_of(again)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(after[f"master {name}"], parameter.float()) != parameter.requires_grad
 
 
 def test_moments_are_encoded_and_decoded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
