@@ -58,7 +58,8 @@ def choices(question: Problem) -> Iterator[Choice]:
     for rows in rows_choices:
         chunks = _chunk_choices(question, min(rows, shape.rows_per_step) * shape.row_tokens)
         for waves in _wave_choices(question, rows, last=rows == min(rows_choices)):
-            carries, first = _carry_choices(question, waves), (pins.first_wave or 0) if waves > 1 else 0
+            carries, most_first = _carry_choices(question, waves), -(-shape.rows_per_step // rows) - waves + 1
+            first = min(pins.first_wave or 0, most_first) if waves > 1 else 0
             kinds = product(parts_choices, budgets, chunks, buffer_choices, carries)
             for parts, budget, chunk, (slots, slabs), (resident, carry) in kinds:
                 own = (rows, waves, budget, chunk, slots, slabs, resident, carry, parts)
@@ -216,14 +217,16 @@ def _chunk_choices(question: Problem, tokens: int) -> list[int]:
 
 
 def _wave_choices(question: Problem, rows: int, *, last: bool) -> list[int]:
-    """Numbers of waves, few first. What is pinned is kept where micro-batches of ``rows`` are enough for it."""
+    """Numbers of waves, few first. What is pinned is kept where micro-batches of ``rows`` are enough for it; where none are, by
+    the ``last`` as far as it goes."""
     most, pinned, first = -(-question.shape.rows_per_step // rows), question.pins.num_waves, question.pins.first_wave
-    if first:
-        numbers = [waves for waves in ([pinned] if pinned else _numbers_of_waves(most)) if 1 < waves <= most - first + 1]
-        return numbers or ([1] if last else [])
-    if pinned:
-        return [pinned] if pinned <= most else [most] if last else []
-    return _numbers_of_waves(most)
+    if pinned and pinned > most:
+        return [most] if last else []
+    numbers = [pinned] if pinned else _numbers_of_waves(most)
+    if not first:
+        return numbers
+    several = [waves for waves in numbers if waves > 1]
+    return [waves for waves in several if waves <= most - first + 1] or ((several[:1] or numbers) if last else [])
 
 
 def _numbers_of_waves(micro_batches: int) -> list[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from pathlib import Path
 
@@ -95,7 +96,7 @@ def _read(folder: Path) -> dict[str, Rate] | None:
         rates = {key: Rate(float(found[key]), "measured") for key in DISK_RATES}
     except (OSError, ValueError, AttributeError, TypeError, KeyError, OverflowError, RecursionError):
         return None
-    return rates if all(rate.value > 0 for rate in rates.values()) else None
+    return rates if all(0 < rate.value < math.inf for rate in rates.values()) else None
 
 
 def _remember(folder: Path, found: dict[str, float]) -> None:

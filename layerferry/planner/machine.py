@@ -10,6 +10,7 @@ Training waits for no other measurement, but for that of a disk that it may use 
 from __future__ import annotations
 
 import json
+import math
 import platform
 import re
 from dataclasses import dataclass, replace
@@ -316,7 +317,7 @@ def read_rates(name: str) -> dict[str, Rate] | None:
         rates = {key: Rate(float(value), "measured") for key, value in found.items()}
     except (OSError, ValueError, AttributeError, TypeError, OverflowError, RecursionError):
         return None
-    return rates if all(key in rates and rates[key].value > 0 for key in RATES) else None
+    return rates if all(key in rates and 0 < rates[key].value < math.inf for key in RATES) else None
 
 
 def _gib(num_bytes: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,14 @@ def test_a_damaged_cache_is_no_cache(content: str) -> None:
     path.parent.mkdir(parents=True)
     path.write_text(content)
     assert read_rates("some device") is None
+
+
+def test_a_cache_without_end_is_no_cache() -> None:
+    path = rates_file("some device")
+    path.parent.mkdir(parents=True)
+    for rate, known in ((1e9, True), (math.inf, False), (math.nan, False), (0.0, False)):
+        path.write_text(json.dumps(dict.fromkeys(RATES, rate)))
+        assert (read_rates("some device") is not None) is known
 
 
 def test_a_cpu_has_a_name_wherever_it_stands(tmp_path: Path) -> None:

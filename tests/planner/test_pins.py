@@ -122,7 +122,8 @@ def test_slots_that_are_too_few_for_layers_that_turn_are_refused_before_weights_
     ("given", "said"),
     [
         ({"num_waves": 99}, "num_waves: 99 is pinned; this model and step allow 16"),
-        ({"num_waves": 2, "first_wave": 99}, "first_wave: 99 is pinned; this model and step allow 0"),
+        ({"num_waves": 2, "first_wave": 99}, "first_wave: 99 is pinned; this model and step allow 15"),
+        ({"first_wave": 16}, "first_wave: 16 is pinned; this model and step allow 15"),
         ({"device_units": 99}, "device_units: 99 is pinned; this model and step allow 30"),
     ],
 )
@@ -132,6 +133,12 @@ def test_a_pin_beyond_what_there_is_is_said(given: dict[str, Any], said: str) ->
     name = said.partition(":")[0]
     table = render(decision.plan, decision.question)
     assert re.search(rf"^ *{name} .*planner", table, re.M) or name == "first_wave"
+
+
+def test_a_first_wave_that_is_too_long_takes_no_waves_away() -> None:
+    decision = decide(ask(config(rows=16, num_waves=2, first_wave=99)))
+    assert decision.plan.num_waves == 2 and not any("num_waves" in note for note in decision.plan.notes)
+    assert decision.plan.wave_sizes(16 // decision.plan.micro_batch_rows) == [15, 1]
 
 
 def test_of_pins_that_are_kept_nothing_is_said() -> None:
