@@ -6,30 +6,23 @@ of 1. Vectors keep the whole second moment. Tensors of more than two dimensions 
 
 The one pass of other rules cannot be: what a row and a column sum up must be known before the first element is updated, and the
 clipping of the update before it is applied. So the gradient is read three times (sums; root mean square; update) and the weight
-once: 14 bytes a parameter moved, half of AdamW's. The three passes are ``factored.py``'s, native or in torch; what is between
-them, a number for each row and column, is torch here. Sums are trees by halving, so that neither threads nor the device change a
-bit. Left out: threads within a chunk of ``CHUNK_ELEMENTS`` in the first pass, where a small matrix keeps one core busy. Checked
-by ``tests/optim/test_adafactor.py`` against transformers' Adafactor, and native against torch.
+once: 14 bytes a parameter moved, half of AdamW's. The step over a unit's parameters is ``factored.py``'s, native or in torch.
+Checked by ``tests/optim/test_adafactor.py`` against transformers' Adafactor, and native against torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-from torch import Tensor
-
 from layerferry.config import OptimConfig
-from layerferry.layout import COLUMN_PLANE, ROW_PLANE, WEIGHT, Layout, Plane, PlaneSpec
+from layerferry.layout import COLUMN_PLANE, GRAD, RESIDUE, ROW_PLANE, WEIGHT, Entry, Layout, Plane, PlaneSpec
 from layerferry.optim.base import StepHyper
 from layerferry.optim.device_kernels import device_kernels
-from layerferry.optim.factored import Factored, FactoredKernels
+from layerferry.optim.factored import Factored, FactoredScalars
 from layerferry.optim.formats import StateFormat, check_decay
 from layerferry.optim.kernels import Kernels
 from layerferry.optim.load import load_kernels
-from layerferry.optim.reference_factored import tree_sum
 from layerferry.optim.rounding import Rounding
-from layerferry.optim.rules import exact_sqrt
 
 ROWS, COLUMNS = "exp_avg_sq_row", "exp_avg_sq_col"
 CHUNK_ELEMENTS = 1 << 20
@@ -73,44 +66,34 @@ class Adafactor:
     def step(self, planes: Mapping[str, Plane], layout: Layout, hyper: StepHyper, threads: int) -> None:
         """See ``Optimizer.step``."""
         kernels = self._host_kernels if planes[WEIGHT].buffer.device.type == "cpu" else self._device_kernels
-        rounding = Rounding.of(seed=self._seed, step=hyper.step, stream=hyper.stream)
-        for entry in (entry for entry in layout.entries if entry.trained):
-            parameter = Factored.of(planes, entry, chunk_elements=CHUNK_ELEMENTS, grad_scale=hyper.grad_scale, rounding=rounding)
-            decay = hyper.lr * self.weight_decay if entry.decays else 0.0
-            factors = self._factors(
-                kernels.factored, parameter, planes[ROWS].view(entry), planes[COLUMNS].view(entry), hyper, threads
-            )
-            self._apply(kernels.factored, parameter, *factors, hyper, decay, threads)
+        scalars = FactoredScalars(
+            lr=hyper.lr,
+            beta2=1.0 - hyper.step**self.decay_rate,
+            eps=self.eps,
+            clip_threshold=self.clip_threshold,
+            grad_scale=hyper.grad_scale,
+            rounding=Rounding.of(seed=self._seed, step=hyper.step, stream=hyper.stream),
+        )
+        trained = [entry for entry in layout.entries if entry.trained]
+        decay = hyper.lr * self.weight_decay
+        parameters = [_parameter(planes, entry, decay if entry.decays else 0.0) for entry in trained]
+        kernels.factored.step(parameters, scalars, threads=threads)
 
-    def _factors(
-        self, kernels: FactoredKernels, parameter: Factored, rows: Tensor, columns: Tensor, hyper: StepHyper, threads: int
-    ) -> tuple[Tensor, Tensor]:
-        """Of the gradient in the update, by row and by column, after taking the gradient into ``rows`` and ``columns``.
 
-        ``rows`` [matrices, height], ``columns`` [matrices, width] fp32; of a vector [1, n] and [1, 0].
-        """
-        beta2 = 1.0 - hyper.step**self.decay_rate
-        by_row, by_column = kernels.sums(parameter, eps=self.eps, threads=threads)
-        if not columns.numel():
-            rows.copy_(rows * beta2 + by_column * (1.0 - beta2))  # of one row: the squares themselves
-            return torch.ones_like(rows[:, :1]), 1.0 / exact_sqrt(rows)
-        rows.copy_(rows * beta2 + by_row / parameter.width * (1.0 - beta2))
-        columns.copy_(columns * beta2 + by_column / parameter.height * (1.0 - beta2))
-        means = tree_sum(rows, 1) / parameter.height
-        return 1.0 / exact_sqrt(rows / means[:, None]), 1.0 / exact_sqrt(columns)
-
-    def _apply(
-        self,
-        kernels: FactoredKernels,
-        parameter: Factored,
-        row_factor: Tensor,
-        column_factor: Tensor,
-        hyper: StepHyper,
-        decay: float,
-        threads: int,
-    ) -> None:
-        """The update, clipped to a root mean square of ``clip_threshold``."""
-        square = kernels.square(parameter, row_factor, column_factor, threads=threads)
-        size = exact_sqrt(square / parameter.grad.numel()) / self.clip_threshold
-        factor = hyper.lr / size.clamp(min=1.0)
-        kernels.subtract(parameter, row_factor, column_factor, factor, decay=decay, threads=threads)
+def _parameter(planes: Mapping[str, Plane], entry: Entry, decay: float) -> Factored:
+    height, width = entry.shape[-2:] if len(entry.shape) > 1 else (1, entry.numel)
+    residue = planes.get(RESIDUE)
+    kept = residue is not None and entry.dtype in residue.sections
+    return Factored(
+        weight=planes[WEIGHT].view(entry).view(-1),
+        residue=residue.view(entry).view(-1) if residue is not None and kept else None,
+        grad=planes[GRAD].view(entry).view(-1),
+        rows=planes[ROWS].view(entry),
+        columns=planes[COLUMNS].view(entry),
+        matrices=entry.numel // (height * width),
+        height=height,
+        width=width,
+        chunk_rows=min(height, max(1, CHUNK_ELEMENTS // width)),
+        start=entry.offset,
+        decay=decay,
+    )

@@ -1,26 +1,29 @@
-"""The seam under Adafactor: one parameter's planes as a stack of matrices, and the three passes over it, native or in torch.
+"""The seam under Adafactor: a unit's parameters as stacks of matrices, and one step over all of them, native or in torch.
 
-What is small, a number for each row or column, is ``adafactor.py``'s own torch. What has the size of the parameter is here::
+What a row and a column of squared gradients sum up must be known before the first element is updated, and the mean square of a
+parameter's whole update before it is applied. So there are three passes over gradients, with little between them::
 
-    sums       squared = scaled * scaled + eps; its sums by row, and by column
-    square     update = row_factor * column_factor * scaled; the sum of update * update
-    subtract   master = master - (update * factor + master * decay), rounded as its format is
+    squared = scaled * scaled + eps                                  sums of it by row, and by column
+    rows    = rows    * beta2 + by_row    / width  * (1 - beta2)     columns likewise; a vector is one row, and its
+    columns = columns * beta2 + by_column / height * (1 - beta2)     squares themselves are what is kept, in ``rows``
+    update  = 1 / sqrt(rows / mean(rows)) * 1 / sqrt(columns) * scaled          the sum of update * update
+    factor  = lr / max(1, sqrt(that sum / elements) / clip_threshold)
+    master  = master - (update * factor + master * decay)            rounded as its format is
 
 ``scaled`` is the gradient times ``grad_scale``; one fp32 rounding an operation. Sums are trees by halving; those by column
 reach over a chunk of rows, and chunks are added in their order: the bits depend on ``chunk_rows`` and on nothing else.
-Implementations: ``native_factored.py`` (C++), ``reference_factored.py`` (torch, any device); ``tests/optim/test_adafactor.py``
-holds them equal.
+Implementations: ``native_factored.py`` (C++, one call a unit), ``reference_factored.py`` (torch, any device);
+``tests/optim/test_adafactor.py`` holds them equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from layerferry.layout import GRAD, RESIDUE, WEIGHT, Entry, Plane
 from layerferry.optim.rounding import Rounding
 
 
@@ -31,6 +34,8 @@ class Factored:
     weight: Tensor  # [n] bf16, or fp32: the whole master
     residue: Tensor | None  # [n] int16 or int8; None: the weight is all
     grad: Tensor  # [n] bf16 or fp32; read only
+    rows: Tensor  # [matrices, height] fp32: second moments; of a vector [1, n]
+    columns: Tensor  # [matrices, width] fp32; of a vector [1, 0]
     matrices: int
     height: int
     width: int
@@ -38,42 +43,26 @@ class Factored:
     """Rows of a matrix whose sums by column are one tree."""
     start: int
     """Place of the first element in its section, whole blocks: what random numbers are counted by."""
+    decay: float
+    """The share of the master that is taken away."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FactoredScalars:
+    """What a step shares."""
+
+    lr: float
+    beta2: float
+    eps: float
+    clip_threshold: float
     grad_scale: float
     """The clip coefficient."""
     rounding: Rounding
-    """Of this step: what the master's rounding is drawn from."""
-
-    @classmethod
-    def of(
-        cls, planes: Mapping[str, Plane], entry: Entry, *, chunk_elements: int, grad_scale: float, rounding: Rounding
-    ) -> Factored:
-        height, width = entry.shape[-2:] if len(entry.shape) > 1 else (1, entry.numel)
-        residue = planes.get(RESIDUE)
-        kept = residue is not None and entry.dtype in residue.sections
-        return cls(
-            weight=planes[WEIGHT].view(entry).view(-1),
-            residue=residue.view(entry).view(-1) if residue is not None and kept else None,
-            grad=planes[GRAD].view(entry).view(-1),
-            matrices=entry.numel // (height * width),
-            height=height,
-            width=width,
-            chunk_rows=min(height, max(1, chunk_elements // width)),
-            start=entry.offset,
-            grad_scale=grad_scale,
-            rounding=rounding,
-        )
+    """Of this step: what masters' roundings are drawn from."""
 
 
 class FactoredKernels(Protocol):
-    """The passes. Factors are [matrices, height] and [matrices, width] fp32; results do not depend on ``threads``."""
+    """Adafactor over all trained parameters of a unit."""
 
-    def sums(self, parameter: Factored, *, eps: float, threads: int) -> tuple[Tensor, Tensor]:
-        """[matrices, height] and [matrices, width] fp32."""
-
-    def square(self, parameter: Factored, row_factor: Tensor, column_factor: Tensor, *, threads: int) -> Tensor:
-        """[1] fp32."""
-
-    def subtract(
-        self, parameter: Factored, row_factor: Tensor, column_factor: Tensor, factor: Tensor, *, decay: float, threads: int
-    ) -> None:
-        """``factor`` [1] fp32 at the parameter's place; the master in place."""
+    def step(self, parameters: Sequence[Factored], scalars: FactoredScalars, *, threads: int) -> None:
+        """Moments and masters in place. Results do not depend on ``threads``."""

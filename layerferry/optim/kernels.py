@@ -65,7 +65,7 @@ class Kernels(Protocol):
 
     @property
     def factored(self) -> FactoredKernels:
-        """The passes of Adafactor, which is no rule of ``update``."""
+        """Adafactor, which is no rule of ``update``."""
 
     def adamw_split(
         self,

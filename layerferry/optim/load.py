@@ -20,7 +20,7 @@ import torch
 from layerferry.config import cache_folder
 from layerferry.layout import BLOCK_ELEMENTS
 from layerferry.optim.build import NATIVE_FOLDER, BuildError, cache_key, compile_native, intact_libraries, source_key
-from layerferry.optim.factored import Factored
+from layerferry.optim.factored import Factored, FactoredScalars
 from layerferry.optim.kernels import Kernels, Moment, Operands
 from layerferry.optim.native_kernels import NativeKernels
 from layerferry.optim.reference import ReferenceKernels
@@ -97,22 +97,35 @@ def _format_trial(kernels: Kernels, master: torch.Tensor, grad: torch.Tensor, sc
 
 
 def _factored_trial(kernels: Kernels, master: torch.Tensor, grad: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Adafactor's passes over two matrices of odd width in chunks that leave a rest, with a master of every format."""
-    matrices, height, width = 2, 13, 15
-    numel = matrices * height * width
-    rows, columns = (torch.logspace(-1, 1, matrices * count).view(matrices, count) for count in (height, width))
-    factor, rounding = torch.full((1,), 1e-3, dtype=torch.float32), Rounding.of(seed=0, step=1, stream=0)
-    for residue in (torch.zeros(numel, dtype=torch.int16), torch.zeros(numel, dtype=torch.int8), None):
+    """Three steps of Adafactor over two matrices of odd width in chunks that leave a rest, and a vector, with a master of every
+    format."""
+    shapes, chunk_rows = ((2, 13, 15), (1, 1, 2 * BLOCK_ELEMENTS - 1)), 7
+    for residue in (torch.int16, torch.int8, None):
         for dtype in (torch.bfloat16, torch.float32) if residue is None else (torch.bfloat16,):
-            weight = master[:numel].to(dtype, copy=True)
-            shape = {"matrices": matrices, "height": height, "width": width, "chunk_rows": 7, "start": BLOCK_ELEMENTS}
-            parameter = Factored(
-                weight=weight, residue=residue, grad=grad[:numel].to(dtype), grad_scale=0.37, rounding=rounding, **shape
-            )
-            yield from kernels.factored.sums(parameter, eps=1e-30, threads=2)
-            yield kernels.factored.square(parameter, rows, columns, threads=2)
-            kernels.factored.subtract(parameter, rows, columns, factor, decay=0.1, threads=2)
-            yield from (weight,) if residue is None else (weight, residue)
+            parameters = []
+            for matrices, height, width in shapes:
+                numel = matrices * height * width
+                parameter = Factored(
+                    weight=master[:numel].to(dtype, copy=True),
+                    residue=None if residue is None else torch.zeros(numel, dtype=residue),
+                    grad=grad[:numel].to(dtype),
+                    rows=torch.zeros(matrices, height if height > 1 else width, dtype=torch.float32),
+                    columns=torch.zeros(matrices, width if height > 1 else 0, dtype=torch.float32),
+                    matrices=matrices,
+                    height=height,
+                    width=width,
+                    chunk_rows=min(height, chunk_rows),
+                    start=BLOCK_ELEMENTS,
+                    decay=1e-4,
+                )
+                parameters.append(parameter)
+            for step in (1, 2, 3):
+                rounding = Rounding.of(seed=0, step=step, stream=0)
+                scalars = {"lr": 1e-3, "beta2": 1.0 - step**-0.8, "eps": 1e-30, "clip_threshold": 1.0, "grad_scale": 0.37}
+                kernels.factored.step(parameters, FactoredScalars(rounding=rounding, **scalars), threads=2)
+            for parameter in parameters:
+                planes = (parameter.weight, parameter.residue, parameter.rows, parameter.columns)
+                yield from (plane for plane in planes if plane is not None)
 
 
 def _no_moment(numel: int) -> Moment:

@@ -1,4 +1,4 @@
-"""The passes of Adafactor in plain torch: the meaning of ``native/adafactor.cpp``, and the step of device planes.
+"""Adafactor in plain torch: the meaning of ``native/adafactor.cpp``, and the step of device planes.
 
 Elementwise operations only, in chunks of rows so that temporaries stay small, and sums as trees of elementwise sums: so neither
 torch's threads nor the device change a bit. ``threads`` is torch's own affair and ignored here.
@@ -6,47 +6,71 @@ torch's threads nor the device change a bit. ``threads`` is torch's own affair a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from layerferry.layout import BLOCK_ELEMENTS, round_up
-from layerferry.optim.factored import Factored
+from layerferry.optim.factored import Factored, FactoredScalars
 from layerferry.optim.masters import load_master, store_master
 from layerferry.optim.rounding import random_words
+from layerferry.optim.rules import exact_sqrt
 
 
 class ReferenceFactored:
     """``FactoredKernels`` in torch, on any device."""
 
-    def sums(self, parameter: Factored, *, eps: float, threads: int) -> tuple[Tensor, Tensor]:
-        by_row = _zeros(parameter, parameter.matrices, parameter.height)
-        by_column = _zeros(parameter, parameter.matrices, parameter.width)
-        for matrix, start, stop in _chunks(parameter):
-            grad = _grad(parameter, matrix, start, stop)
-            squared = grad * grad + eps
-            by_row[matrix, start:stop] = tree_sum(squared, 1)
-            by_column[matrix] += tree_sum(squared, 0)
-        return by_row, by_column
+    def step(self, parameters: Sequence[Factored], scalars: FactoredScalars, *, threads: int) -> None:
+        for parameter in parameters:
+            row_factor, column_factor = _factors(parameter, scalars, *_sums(parameter, scalars))
+            size = exact_sqrt(_square(parameter, scalars, row_factor, column_factor) / parameter.grad.numel())
+            factor = (size / scalars.clip_threshold).clamp(min=1.0).reciprocal() * scalars.lr
+            _subtract(parameter, scalars, row_factor, column_factor, factor)
 
-    def square(self, parameter: Factored, row_factor: Tensor, column_factor: Tensor, *, threads: int) -> Tensor:
-        total = _zeros(parameter, 1)
-        for matrix, start, stop in _chunks(parameter):
-            update = _update(parameter, row_factor, column_factor, matrix, start, stop)
-            total += tree_sum(tree_sum(update * update, 1), 0)
-        return total
 
-    def subtract(
-        self, parameter: Factored, row_factor: Tensor, column_factor: Tensor, factor: Tensor, *, decay: float, threads: int
-    ) -> None:
-        for matrix, start, stop in _chunks(parameter):
-            update = _update(parameter, row_factor, column_factor, matrix, start, stop) * factor
-            own = _own(parameter, matrix, start, stop)
-            residue = None if parameter.residue is None else parameter.residue[own]
-            master = load_master(parameter.weight[own], residue)
-            master = master - (update.view(-1) + master * decay)
-            store_master(master, parameter.weight[own], residue, _random(parameter, own))
+def _sums(parameter: Factored, scalars: FactoredScalars) -> tuple[Tensor, Tensor]:
+    """Of squared gradients, [matrices, height] and [matrices, width] fp32."""
+    by_row = _zeros(parameter, parameter.matrices, parameter.height)
+    by_column = _zeros(parameter, parameter.matrices, parameter.width)
+    for matrix, start, stop in _chunks(parameter):
+        grad = _grad(parameter, scalars, matrix, start, stop)
+        squared = grad * grad + scalars.eps
+        by_row[matrix, start:stop] = tree_sum(squared, 1)
+        by_column[matrix] += tree_sum(squared, 0)
+    return by_row, by_column
+
+
+def _factors(parameter: Factored, scalars: FactoredScalars, by_row: Tensor, by_column: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the gradient in the update, [matrices, height] and [matrices, width], after taking the sums into the moments."""
+    rows, columns, beta2 = parameter.rows, parameter.columns, scalars.beta2
+    if not columns.numel():
+        rows.copy_(rows * beta2 + by_column * (1.0 - beta2))  # of one row: the squares themselves
+        return torch.ones_like(rows[:, :1]), exact_sqrt(rows).reciprocal()
+    rows.copy_(rows * beta2 + by_row / parameter.width * (1.0 - beta2))
+    columns.copy_(columns * beta2 + by_column / parameter.height * (1.0 - beta2))
+    means = tree_sum(rows, 1) / parameter.height
+    return exact_sqrt(rows / means[:, None]).reciprocal(), exact_sqrt(columns).reciprocal()
+
+
+def _square(parameter: Factored, scalars: FactoredScalars, row_factor: Tensor, column_factor: Tensor) -> Tensor:
+    """Of the whole update, [1] fp32."""
+    total = _zeros(parameter, 1)
+    for matrix, start, stop in _chunks(parameter):
+        update = _update(parameter, scalars, row_factor, column_factor, matrix, start, stop)
+        total += tree_sum(tree_sum(update * update, 1), 0)
+    return total
+
+
+def _subtract(parameter: Factored, scalars: FactoredScalars, row_factor: Tensor, column_factor: Tensor, factor: Tensor) -> None:
+    """The update times ``factor`` [1] fp32, and the decay, from the master."""
+    for matrix, start, stop in _chunks(parameter):
+        update = _update(parameter, scalars, row_factor, column_factor, matrix, start, stop) * factor
+        own = _own(parameter, matrix, start, stop)
+        residue = None if parameter.residue is None else parameter.residue[own]
+        master = load_master(parameter.weight[own], residue)
+        master = master - (update.view(-1) + master * parameter.decay)
+        store_master(master, parameter.weight[own], residue, _random(parameter, scalars, own))
 
 
 def _zeros(parameter: Factored, *shape: int) -> Tensor:
@@ -67,21 +91,23 @@ def _own(parameter: Factored, matrix: int, start: int, stop: int) -> slice:
     return slice(begin, end)
 
 
-def _grad(parameter: Factored, matrix: int, start: int, stop: int) -> Tensor:
+def _grad(parameter: Factored, scalars: FactoredScalars, matrix: int, start: int, stop: int) -> Tensor:
     """[rows, width] fp32, scaled."""
-    return parameter.grad[_own(parameter, matrix, start, stop)].view(-1, parameter.width).float() * parameter.grad_scale
+    return parameter.grad[_own(parameter, matrix, start, stop)].view(-1, parameter.width).float() * scalars.grad_scale
 
 
-def _update(parameter: Factored, row_factor: Tensor, column_factor: Tensor, matrix: int, start: int, stop: int) -> Tensor:
+def _update(
+    parameter: Factored, scalars: FactoredScalars, row_factor: Tensor, column_factor: Tensor, matrix: int, start: int, stop: int
+) -> Tensor:
     """[rows, width] fp32, before it is clipped."""
-    return row_factor[matrix, start:stop, None] * column_factor[matrix] * _grad(parameter, matrix, start, stop)
+    return row_factor[matrix, start:stop, None] * column_factor[matrix] * _grad(parameter, scalars, matrix, start, stop)
 
 
-def _random(parameter: Factored, own: slice) -> Tensor:
+def _random(parameter: Factored, scalars: FactoredScalars, own: slice) -> Tensor:
     """The words of the elements ``own``, which need not be whole blocks."""
     begin, end = parameter.start + own.start, parameter.start + own.stop
     first, last = begin // BLOCK_ELEMENTS * BLOCK_ELEMENTS, round_up(end, BLOCK_ELEMENTS)
-    return random_words(parameter.rounding, first, last - first, parameter.weight.device)[begin - first : end - first]
+    return random_words(scalars.rounding, first, last - first, parameter.weight.device)[begin - first : end - first]
 
 
 def tree_sum(values: Tensor, dim: int) -> Tensor:
