@@ -30,6 +30,7 @@ from layerferry.models.stack import LayerCall, StopForward, Stub, StubScript, fi
 from layerferry.models.tables import tables_of
 from layerferry.models.template import Template, behaviour_key
 from layerferry.models.varlen import uses_varlen, without_mask
+from layerferry.models.whole_rows import whole_rows
 from layerferry.units import Piece, Reach, Unit
 
 if TYPE_CHECKING:
@@ -317,9 +318,9 @@ class Skeleton:
 
     def _forward_to_last_stub(self, inputs: Inputs) -> tuple[Tensor, list[LayerCall]]:
         self._script.reset()
-        masks = nullcontext() if inputs.boundaries is None else without_mask()
+        packed = nullcontext() if inputs.boundaries is None else without_mask()
         try:
-            with masks:
+            with whole_rows() if inputs.position_ids is None else packed:
                 self.model(**inputs.arguments(), use_cache=False)
         except StopForward:
             hidden, calls = self._script.first_hidden, self._script.calls
@@ -329,14 +330,13 @@ class Skeleton:
         raise ModelRefused(f"{self.config.model_type}: its forward does not pass through every layer")
 
     def _epilogue(self, hidden: Tensor, *, blank: float = 0.0) -> Tensor:
-        """Logits of hidden states [C, 1, D]: [C, 1, V]. The prologue runs on dummy ids, without gradient and without an
-        embedding table."""
+        """Logits [C, 1, V] of hidden states [C, 1, D]. The prologue runs on dummy ids, without gradient or embedding table."""
         ids = torch.zeros(hidden.shape[0], 1, dtype=torch.int64, device=hidden.device)
         self._script.reset()
         self._script.injected = hidden
         grad = torch.is_grad_enabled()
         try:
-            with torch.no_grad(), EmbeddingTap.blind(blank):
+            with torch.no_grad(), EmbeddingTap.blind(blank), whole_rows():
                 output = self.model(input_ids=ids, use_cache=False)
         finally:
             self._script.reset()
