@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import math
 import sys
 from collections.abc import Sequence
@@ -255,8 +256,23 @@ def row(name: str, losses: list[float], baseline: list[float], args: argparse.Na
     }
 
 
+def measured_baseline(args: argparse.Namespace) -> list[float]:
+    """The losses of this setting's plain fp32 run in ``--baseline``, where that is given."""
+    if not args.baseline:
+        return []
+    wanted = row(BASELINE, [0.0, 0.0], [1.0, 1.0], args)
+    same = ("case", "steps", "tokens_per_step", "lr")
+    rows = map(json.loads, filter(None, Path(args.baseline).read_text().splitlines()))
+    found = [one["losses"] for one in rows if all(one.get(name) == wanted[name] for name in same)]
+    if not found:
+        sys.exit(f"--baseline {args.baseline}: no {wanted['case']} of these steps, tokens and rate")
+    losses: list[float] = found[-1]
+    return losses
+
+
 def parser() -> argparse.ArgumentParser:
     parser = options(__doc__)
+    parser.add_argument("--baseline", default="", help="results that have this case's plain fp32 run, which then is not repeated")
     parser.add_argument("--model", default="", help="folder with weights and tokenizer; left out: random weights of --shape")
     parser.add_argument("--shape", default="tiny", help="a shape of shapes.py")
     parser.add_argument("--text", default="", help="a text file; left out: this project's documentation")
@@ -285,8 +301,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit("rows: not whole micro-batches")
     backend, model = make(args.device), model_of(args)
     steps = step_batches(token_ids(args), args)
-    curves = {BASELINE: plain(BASELINE, model, steps, backend, args)}
-    emit(args, {**row(BASELINE, curves[BASELINE], curves[BASELINE], args), **common(backend, args)})
+    curves = {BASELINE: measured_baseline(args) or plain(BASELINE, model, steps, backend, args)}
+    if not args.baseline:
+        emit(args, {**row(BASELINE, curves[BASELINE], curves[BASELINE], args), **common(backend, args)})
     for name in names:
         if is_done(args, f"{args.case or args.model or args.shape}-{name}"):
             continue

@@ -90,8 +90,9 @@ def is_done(args: argparse.Namespace, case: str) -> bool:
     if not (args.resume and args.out and Path(args.out).is_file()):
         return False
     known = [json.loads(line) for line in Path(args.out).read_text().splitlines() if line.strip()]
-    wanted = (case, commit_of(args), getattr(args, "model", None))
-    return any((row.get("case"), row.get("commit"), row.get("model")) == wanted for row in known)
+    model = getattr(args, "model", None)
+    wanted = (case, commit_of(args), model)
+    return any((row.get("case"), row.get("commit"), row.get("model", model)) == wanted for row in known)
 
 
 def emit(args: argparse.Namespace, row: dict[str, Any]) -> None:

@@ -311,6 +311,3 @@ Takes LLaMA-Factory's configuration files and data unchanged (stages pt and sft,
 _EPILOG = """\
 exit codes: 0 done, 1 wrong or failed, 2 user error, 3 does not fit this machine, 4 model refused
 settings on the command line win over the file: key=value, or --key value"""
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -286,7 +286,7 @@ def test_curves_of_formats_beside_plain_autograd(tmp_path: Path, capsys: pytest.
     text.write_text("It is a truth universally acknowledged, that a single man in possession of a good fortune " * 40)
     argv = ["--shape", "tiny", "--text", str(text), "--steps", "12", "--rows", "4", "--micro-batch-rows", "2"]
     argv += ["--row-tokens", "32", "--formats", "plain-bf16,adamw_torch,adamw_8bit,sgd", "--fp32"]
-    argv += ["--plot", str(tmp_path / "curves.png"), "--device", "cpu"]
+    argv += ["--plot", str(tmp_path / "curves.png"), "--device", "cpu", "--out", str(tmp_path / "curves.jsonl")]
     baseline, rounded, same, lean, sgd = rows_of("curves", argv, capsys)
     assert baseline["format"] == "plain-fp32" and baseline["gap"] == 0.0 and baseline["final_loss"] < baseline["first_loss"]
     assert abs(same["gap"]) < 1e-5 and max(abs(a - b) for a, b in zip(same["losses"], baseline["losses"], strict=True)) < 2e-3
@@ -294,6 +294,11 @@ def test_curves_of_formats_beside_plain_autograd(tmp_path: Path, capsys: pytest.
     assert abs(lean["gap"]) < 0.02 and lean["losses"] != same["losses"]
     assert sgd["first_loss"] == same["first_loss"] and sgd["losses"] != same["losses"]
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+    again = [*argv, "--formats", "sgd", "--baseline", str(tmp_path / "curves.jsonl")]
+    (found,) = rows_of("curves", again, capsys)
+    assert (found["losses"], found["gap"]) == (sgd["losses"], pytest.approx(sgd["gap"], abs=1e-4))
+    with pytest.raises(SystemExit, match="no tiny-plain-fp32 of these steps, tokens and rate"):
+        program("curves").main([*again, "--steps", "13"])
 
 
 def test_the_gap_of_curves_is_measured_over_the_last_steps() -> None:

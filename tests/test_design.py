@@ -30,6 +30,7 @@ RANKS: list[set[str]] = [
     {"planner", "checkpoint", "data", "interop"},
     {"api", "verify", "chat", "trainer"},
     {"cli"},
+    {"__main__"},
 ]
 """From the bottom to the top; a module imports its own rank and those below."""
 

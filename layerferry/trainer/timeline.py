@@ -1,8 +1,7 @@
 """One recorded step as a trace (Chrome and Perfetto read it) and as a picture with a row per lane.
 
-Times are those at which the lanes *ran* the work (device events; the host's clock for the CPU optimizer). The share beside
-each lane is its busy time over the step; what is missing from 100 % is idle. Waits of the compute lane are drawn hollow and
-count as idle.
+Times are those at which the lanes *ran* the work (device events; the host's clock for the CPU optimizer). The shares beside
+each lane are its busy and its idle time over the step. Waits of the compute lane are drawn hollow and count as idle.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ def picture(spans: Sequence[Span], *, title: str) -> bytes:
                 edgecolor="#bb5566" if waits else "white",
                 linewidth=0.8 if waits else 0.3,
             )
-    axes.set_yticks(range(len(rows)), [f"{name}\n{shares[name]:.0%} busy" for _, name in rows])
+    axes.set_yticks(range(len(rows)), [f"{name}\n{shares[name]:.0%} busy, {1 - shares[name]:.0%} idle" for _, name in rows])
     axes.invert_yaxis()
     axes.set_xlabel("seconds since the step began")
     axes.set_title(title, loc="left", fontsize=11)

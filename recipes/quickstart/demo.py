@@ -40,7 +40,7 @@ def main() -> int:
     begin = time.monotonic()
     command = ["train", str(CONFIG), *precision()]
     print(f"\nTraining: layerferry {' '.join(command)}\n", flush=True)
-    status = subprocess.run([sys.executable, "-m", "layerferry.cli", *command], check=False).returncode
+    status = subprocess.run([sys.executable, "-m", "layerferry", *command], check=False).returncode
     if status:
         return status
     print(f"\nTrained in {time.monotonic() - begin:.0f} s.")

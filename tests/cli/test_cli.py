@@ -23,7 +23,7 @@ RUN = ["model_name_or_path=m", "finetuning_type=full", "dataset=d", "bf16=true"]
 
 def program(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "layerferry.cli", *arguments], capture_output=True, text=True, check=False, **options
+        [sys.executable, "-m", "layerferry", *arguments], capture_output=True, text=True, check=False, **options
     )
 
 
@@ -283,7 +283,7 @@ def test_a_reader_that_leaves_is_no_fault() -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     answer = subprocess.run(
-        [sys.executable, "-m", "layerferry.cli", "env"], stdout=write_end, stderr=subprocess.PIPE, text=True, check=False
+        [sys.executable, "-m", "layerferry", "env"], stdout=write_end, stderr=subprocess.PIPE, text=True, check=False
     )
     os.close(write_end)
     assert answer.returncode == 1 and answer.stderr == ""
