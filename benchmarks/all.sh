@@ -36,11 +36,12 @@ run 3b-disk 4 step step --case 3b-disk --model qwen2.5-3b $rows --auto 1 --disk-
 run 3b-disk-all 8 step step --case 3b-disk-all --model qwen2.5-3b $rows --auto 1 --disk-units 99 --disk-folder . --steps 3
 run 3b-free 5 step step --case 3b-free --model qwen2.5-3b $rows --auto 1
 run 7b-free 7 step step --case 7b-free --model qwen2.5-7b $rows --auto 1
-run 7b-stream 11 step step --case 7b-stream-44 $stream --budget 0.0 --variants "case=7b-stream-90,turn_layers=12,slots=15;case=7b-full-rows;case=7b-packed-250,sample_tokens=250"
-run 7b-adam8 6 step step --case 7b-adam8 $stream --budget 0.0 --optim adamw_8bit
+run 7b-stream 11 step step --case 7b-stream-44 $stream --activation-budget 0.0 --variants "case=7b-stream-90,turn_layers=12,num_slots=15;case=7b-full-rows;case=7b-packed-250,sample_tokens=250"
+run 7b-adam8 6 step step --case 7b-adam8 $stream --activation-budget 0.0 --optim adamw_8bit
 run 7b-16k 5 step step --case 7b-16k --model qwen2.5-7b --rows 16 --row-tokens 1024 --auto 1
-run 7b-muon 7 step step --case 7b-muon $stream --budget 0.0 --optim muon
-run 14b-adam8 9 step step --case 14b-adam8 --model qwen2.5-14b $rows --micro-batch-rows 32 --waves 2 --budget 0.1 --optim adamw_8bit --steps 3
+run 7b-muon 7 step step --case 7b-muon $stream --activation-budget 0.0 --optim muon
+run 14b-adam8-free 9 step step --case 14b-adam8-free --model qwen2.5-14b $rows --auto 1 --optim adamw_8bit
+run 14b-adam8 9 step step --case 14b-adam8 --model qwen2.5-14b $rows --micro-batch-rows 32 --num-waves 2 --activation-budget 0.1 --optim adamw_8bit --steps 3
 run 32b-lean 12 step step --case 32b-lean --model qwen2.5-32b --rows 64 --row-tokens 1024 --auto 1 --optim adamw_8bit --master-weights bf16 --steps 3
 run 14b-free 10 step step --case 14b-free --model qwen2.5-14b $rows --auto 1
 run 7b-arrival 6 step step --case 7b-arrival --model qwen2.5-7b $rows --auto 1 --device-memory 60 --on-arrival 1
@@ -66,9 +67,9 @@ run pages 2 pages pages --params 400e6 --threads 16
 run curves 8 curves curves --shape smollm2-135m --rows 32 --row-tokens 512 --steps 300 --formats plain-bf16,adamw_torch,adamw_8bit,adamw-bf16,adamw_8bit-bf16,lion,adafactor,muon,sgd
 
 # Studies.
-run depth 9 sweep sweep depth --model qwen2.5-7b --budget 0.0 --steps 3 --warmup 1
-run ablation 7 sweep sweep ablation --tokens 32768 --micro-batch-tokens 32768 --model qwen2.5-7b --budget 0.0 --steps 3 --warmup 1
-run length 9 sweep sweep length --model qwen2.5-7b --budget 0.0 --steps 2 --warmup 1
-run width 9 sweep sweep width --tokens 65536 --model qwen2.5-7b --budget 0.0 --steps 2 --warmup 1
+run depth 9 sweep sweep depth --model qwen2.5-7b --activation-budget 0.0 --steps 3 --warmup 1
+run ablation 7 sweep sweep ablation --tokens 32768 --micro-batch-tokens 32768 --model qwen2.5-7b --activation-budget 0.0 --steps 3 --warmup 1
+run length 9 sweep sweep length --model qwen2.5-7b --activation-budget 0.0 --steps 2 --warmup 1
+run width 9 sweep sweep width --tokens 65536 --model qwen2.5-7b --activation-budget 0.0 --steps 2 --warmup 1
 
 [ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }

@@ -1,10 +1,11 @@
 """Whole training steps at a model's real shape, exact clipping and the optimizer included.
 
-    python benchmarks/step.py --model qwen2.5-7b --rows 128 --row-tokens 1024 --micro-batch-rows 32 --budget 0.0
+    python benchmarks/step.py --model qwen2.5-7b --rows 128 --row-tokens 1024 --micro-batch-rows 32 --activation-budget 0.0
 
 prints one JSON object (benchmarks/README.md says what its fields mean) and appends it to ``--out``. Weights and tokens are
-random. ``--variants`` measures further plans over the same store, which saves the minutes that filling it takes. SIGTERM ends the
-present step; the row is then that of the steps so far.
+random. Every field of a plan has an option of its name: the plan is written by hand, or with ``--auto`` it is the planner's, and
+what is given is pinned. ``--variants`` measures further plans over the same store, which saves the minutes that filling it takes.
+SIGTERM ends the present step; the row is then that of the steps so far.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from attention import AttentionShape, attention_seconds
@@ -30,7 +31,7 @@ from shapes import config_of
 import layerferry
 from layerferry.backends import make
 from layerferry.backends.cuda import CudaBackend
-from layerferry.config import Config, DataConfig, EngineConfig, ModelConfig, OptimConfig, TrainConfig
+from layerferry.config import Config, DataConfig, EngineConfig, ModelConfig, OptimConfig, Pins, TrainConfig
 from layerferry.engine.batch import MicroBatch
 from layerferry.engine.engine import Engine
 from layerferry.plan import FREE_BUDGET, GIB, Plan
@@ -41,6 +42,24 @@ from layerferry.planner.flops import flops_per_token
 from layerferry.planner.machine import machine_for
 from layerferry.planner.problem import key_of, problem
 from layerferry.store.store import plane_specs
+
+
+def _kind(hint: Any) -> Callable[[str], Any]:
+    """How an option of type ``hint | None`` is read; a truth value as 0 or 1."""
+    (kind,) = (one for one in get_args(hint) if one is not type(None))
+    return (lambda text: bool(int(text))) if kind is bool else kind
+
+
+FIELDS: dict[str, Callable[[str], Any]] = {name: _kind(hint) for name, hint in get_type_hints(Pins).items()}
+"""Of a plan, as a user may pin them."""
+BY_HAND: dict[str, Any] = {
+    "device_units": 0,
+    "disk_units": 0,
+    "micro_batch_rows": 2,
+    "chunk_tokens": 8192,
+    "richer_budget": FREE_BUDGET,
+}
+"""What a plan has that is not the planner's, where nothing else is said; all else is as ``Plan`` has it."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,66 +73,40 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sample-tokens", type=int, default=0, help="rows are packed with samples of this mean length, kept apart"
     )
-    parser.add_argument("--micro-batch-rows", type=int, default=2)
-    parser.add_argument("--waves", type=int, default=1)
-    parser.add_argument("--first-wave", type=int, default=0, help="micro-batches of the first wave; 0: as many as of others")
-    parser.add_argument("--budget", type=float, default=1.0, help="share of activations kept")
-    parser.add_argument("--richer-layers", type=int, default=0, help="of the last layers, more is kept")
-    parser.add_argument("--richer-budget", type=float, default=0.7, help="share of activations that those keep")
-    parser.add_argument("--turn-layers", type=int, default=0, help="of the last layers, which turn with the head")
-    parser.add_argument("--host-inputs", type=int, default=0, help="layers whose inputs wait @host, and which are computed again")
-    parser.add_argument("--mlp-chunk-tokens", type=int, default=0, help="tokens that token-wise parts see at a time; 0: all")
-    parser.add_argument("--kept-attention", type=int, default=0, help="layers whose attention is not computed again")
-    parser.add_argument("--slots", type=int, default=3)
-    parser.add_argument("--slabs", type=int, default=2)
-    parser.add_argument("--end-parts", type=int, default=1, help="parts in which embedding and head travel")
-    parser.add_argument(
-        "--auto",
-        type=int,
-        default=0,
-        help="1: the planner chooses the plan; options for rows, length and budgets count, those for a plan do not",
-    )
+    parser.add_argument("--auto", type=int, default=0, help="1: the planner chooses what of the plan is not given")
     parser.add_argument("--device-memory", type=float, default=0.0, help="GiB that the planner may use; 0: what is there")
     parser.add_argument("--host-memory", type=float, default=0.0, help="GiB of host memory that it may use; 0: what is there")
-    parser.add_argument("--home", type=int, default=0, help="units, from the embedding on, that live on the device")
-    parser.add_argument(
-        "--disk-units",
-        type=int,
-        default=0,
-        help="layers, from the last on, with their state @disk; with --auto: units",
-    )
     parser.add_argument("--disk-folder", default=".", help="on that disk, which is measured")
     parser.add_argument("--disk-memory", type=float, default=1000.0, help="GiB of it that may be used")
-    parser.add_argument("--resident-gradients", type=int, default=0)
-    parser.add_argument("--chunk-tokens", type=int, default=8192)
     parser.add_argument("--optim", default="adamw_torch", help="optimizer format: adamw_8bit, lion_8bit ...")
     parser.add_argument("--master-weights", default="auto", help="fp32, 24bit or bf16; auto: what the format likes")
     parser.add_argument("--on-arrival", type=int, default=0, help="1: updates when gradients arrive, without clipping")
-    parser.add_argument("--threads", type=int, default=0, help="optimizer threads; 0: cores - 2")
     parser.add_argument("--settle", type=int, default=0, help="1: every step waits for its own updates (an ablation)")
     parser.add_argument("--split-from", type=int, default=32768, help="rows from here on say how much of a step is attention")
     parser.add_argument("--steps", type=int, default=5, help="counted steps, after the warm-up")
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--no-compile", action="store_true")
     parser.add_argument(
-        "--variants", default="", help="further plans over the same store, e.g. 'budget=0.0;budget=0.3,micro_batch_rows=8'"
+        "--variants", default="", help="further plans over the same store, e.g. 'activation_budget=0.0;num_slots=1,settle=1'"
     )
     parser.add_argument("--points", default="", help="the same, without the plan of the other options itself")
     parser.add_argument("--timeline", help="record one more step into this folder: timeline.json and timeline.png")
     parser.add_argument("--profile", help="write a torch profiler table of one more step to this file")
+    plan = parser.add_argument_group("fields of the plan", "Pins in layerferry/config.py says what they mean")
+    for name, kind in FIELDS.items():
+        plan.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=name.rpartition("_")[2].upper())
     return parser
 
 
 def variants(args: argparse.Namespace) -> list[argparse.Namespace]:
     """``args`` itself, then one more for every entry of ``--variants``; or those of ``--points``. What is done already is
-    left out."""
+    left out. A field of the plan with nothing behind its ``=`` is one that is not given."""
     found = [] if args.points else [args]
     for entry in filter(None, (args.points or args.variants).split(";")):
         other = argparse.Namespace(**vars(args))
         for pair in entry.split(","):
             name, _, value = pair.partition("=")
-            kind = type(getattr(args, name))
-            setattr(other, name, bool(int(value)) if kind is bool else kind(value))
+            kind = FIELDS.get(name) or type(getattr(args, name))
+            setattr(other, name, kind(value) if value or name not in FIELDS else None)
         found.append(other)
     return [one for one in found if not is_done(one, case_of(one))]
 
@@ -122,36 +115,27 @@ def case_of(args: argparse.Namespace) -> str:
     return str(args.case) or f"{args.model}-{args.rows * args.row_tokens}"
 
 
+def given(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of the plan that have been named."""
+    return {name: value for name in FIELDS if (value := getattr(args, name)) is not None}
+
+
 def plan_of(args: argparse.Namespace, on_cuda: bool) -> Plan:
-    cores = len(os.sched_getaffinity(0))
     layers = int(args.layers or config_of(args.model).num_hidden_layers)
+    own = BY_HAND | {"compile": on_cuda, "optimizer_threads": max(1, len(os.sched_getaffinity(0)) - 2)} | given(args)
+    device_units, disk_units = own.pop("device_units"), own.pop("disk_units")
     return Plan(
-        on_device=tuple(range(args.home)),
-        on_disk=tuple(range(layers + 1 - args.disk_units, layers + 1)),  # the embedding is unit 0
-        resident_gradients=bool(args.resident_gradients),
+        on_device=tuple(range(device_units)),
+        on_disk=tuple(range(layers + 1 - disk_units, layers + 1)),  # the embedding is unit 0
         on_arrival=bool(args.on_arrival),
-        num_slots=args.slots,
-        num_slabs=args.slabs,
-        end_parts=args.end_parts,
-        num_waves=args.waves,
-        first_wave=args.first_wave,
-        activation_budget=args.budget,
-        richer_layers=args.richer_layers,
-        richer_budget=args.richer_budget,
-        turn_layers=args.turn_layers,
-        host_inputs=args.host_inputs,
-        mlp_chunk_tokens=args.mlp_chunk_tokens,
-        kept_attention=args.kept_attention,
-        compile=on_cuda and not args.no_compile,
-        chunk_tokens=args.chunk_tokens,
-        optimizer_threads=args.threads or max(1, cores - 2),
-        micro_batch_rows=args.micro_batch_rows,
         row_tokens=args.row_tokens,
         rows_per_step=args.rows,
+        **own,
     )
 
 
 def config_for(args: argparse.Namespace, folder: str) -> Config:
+    pins = given(args) if args.auto else {"disk_units": args.disk_units}
     kept = {"optim": args.optim, "master_weights": args.master_weights, "max_grad_norm": 0.0 if args.on_arrival else 1.0}
     return Config(
         model=ModelConfig(model_name_or_path=folder, train_from_scratch=True),
@@ -163,9 +147,9 @@ def config_for(args: argparse.Namespace, folder: str) -> Config:
             device_memory=int(args.device_memory * GIB) or None,
             host_memory=int(args.host_memory * GIB) or None,
             update_on_arrival=bool(args.on_arrival),
-            disk_units=args.disk_units or None,
             disk_memory=int(args.disk_memory * GIB) if args.disk_units else None,
             disk_folder=args.disk_folder,
+            **pins,
         ),
     )
 

@@ -1,6 +1,6 @@
 """Studies: step.py over one quantity at a time, as rows named after it.
 
-    python benchmarks/sweep.py depth --model qwen2.5-7b --micro-batch-rows 32 --budget 0 --out benchmarks/results/sweep.jsonl
+    python benchmarks/sweep.py depth --model qwen2.5-7b --activation-budget 0 --out benchmarks/results/sweep.jsonl
 
 - ``length``: rows of 1k to 32k tokens, the same tokens a step (``--tokens``) and a micro-batch (``--micro-batch-tokens``).
   FLOPs a token grow with the length, for causal attention is counted.
@@ -50,15 +50,15 @@ def width(args: argparse.Namespace) -> list[Variant]:
 def ablation(args: argparse.Namespace) -> list[Variant]:
     changes: list[Variant] = [
         {"case": "base"},
-        {"case": "two-slots", "slots": 2},
-        {"case": "one-slot", "slots": 1},
-        {"case": "one-slab", "slabs": 1},
-        {"case": "one-slot-one-slab", "slots": 1, "slabs": 1},
+        {"case": "two-slots", "num_slots": 2},
+        {"case": "one-slot", "num_slots": 1},
+        {"case": "one-slab", "num_slabs": 1},
+        {"case": "one-slot-one-slab", "num_slots": 1, "num_slabs": 1},
         {"case": "not-deferred", "settle": 1},
-        {"case": "none-of-these", "slots": 1, "slabs": 1, "settle": 1},
-        {"case": "keep-a-tenth", "budget": 0.1},
-        {"case": "keep-half", "budget": 0.5},
-        {"case": "eager", "no_compile": 1},
+        {"case": "none-of-these", "num_slots": 1, "num_slabs": 1, "settle": 1},
+        {"case": "keep-a-tenth", "activation_budget": 0.1},
+        {"case": "keep-half", "activation_budget": 0.5},
+        {"case": "eager", "compile": 0},
     ]
     return [change | _rows(args) for change in changes]
 

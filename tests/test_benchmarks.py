@@ -74,9 +74,9 @@ def test_packed_rows_are_full_of_samples_that_end_where_positions_restart() -> N
 @pytest.mark.parametrize(
     ("name", "argv", "cases"),
     [
-        ("step", [*STEP, "--variants", "slots=1,case=one;layers=2,settle=1,case=two"], 3),
+        ("step", [*STEP, "--variants", "num_slots=1,case=one;layers=2,settle=1,case=two"], 3),
         ("step", [*STEP, "--auto", "1", "--case", "auto"], 1),
-        ("step", [*STEP, "--richer-layers", "1", "--budget", "0", "--case", "richer"], 1),
+        ("step", [*STEP, "--richer-layers", "1", "--activation-budget", "0", "--case", "richer"], 1),
         ("step", [*STEP, "--host-inputs", "1", "--mlp-chunk-tokens", "8", "--split-from", "16", "--case", "long"], 1),
         ("resident", STEP, 1),
         ("sweep", ["length", "--at", "8,16", *SWEEP], 2),
@@ -121,6 +121,12 @@ def test_each_way_of_the_link_has_its_rates(capsys: pytest.CaptureFixture[str]) 
     rates = {row["way"]: {key for key in row if key.endswith("gb_per_s")} for row in rows_of("link", argv, capsys)}
     up, down = "upload_gb_per_s", "download_gb_per_s"
     assert rates == {"upload": {up}, "download": {down}, "together": {up, down}}
+
+
+def test_what_is_given_of_a_plan_is_pinned(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*STEP, "--device", "cpu", "--auto", "1", "--num-slots", "1", "--points", "case=pinned;case=free,num_slots="]
+    pinned, free = rows_of("step", argv, capsys)
+    assert (pinned["plan"]["num_slots"], pinned["planned_by"]) == (1, "planner") and free["plan"]["num_slots"] > 1
 
 
 def test_long_rows_say_how_much_of_a_step_is_attention(capsys: pytest.CaptureFixture[str]) -> None:
@@ -379,7 +385,7 @@ def test_who_is_told_to_end_writes_the_row_of_the_steps_so_far(
 
     monkeypatch.setattr(counted, "batches_for", third_time_lucky)
     before = signal.getsignal(signal.SIGTERM)
-    (row,) = rows_of("step", ["--device", "cpu", *STEP, "--steps", "9", "--variants", "budget=0.0"], capsys)
+    (row,) = rows_of("step", ["--device", "cpu", *STEP, "--steps", "9", "--variants", "activation_budget=0.0"], capsys)
     assert len(row["step_s_all"]) == 2, "one to warm up, one before, one meanwhile; no other plan"
     assert signal.getsignal(signal.SIGTERM) is before
 
