@@ -2,13 +2,17 @@
 
 The operations are those of ``rules.py`` in the same order, each rounded once: fused multiply-add is off for
 the launch, square root and division are the correctly rounded ones. So a unit may be moved between host and device without
-changing a run. Where Triton is missing the torch reference serves. Checked by ``tests/gpu/test_device_adamw.py`` and
-``test_device_formats.py`` against the CPU kernels, bit for bit.
+changing a run. Where Triton is missing, or cannot build its launcher (it wants a C compiler and Python's headers), the torch
+reference serves. Checked by ``tests/gpu/test_device_adamw.py`` and ``test_device_formats.py`` against the CPU kernels, bit for
+bit, and by ``tests/optim/test_device_kernels.py``.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
+import subprocess
+from collections.abc import Callable
 from dataclasses import astuple
 from importlib.util import find_spec
 from typing import Any
@@ -22,6 +26,8 @@ from layerferry.optim.reference import ReferenceKernels
 from layerferry.optim.rounding import Rounding
 from layerferry.optim.rules import RULES, SMALLEST_NORMAL, AdamWScalars, Rule
 
+log = logging.getLogger(__name__)
+
 BLOCK = 1024
 ROWS = 8
 """Blocks of 128 that one program of the general pass works on."""
@@ -29,6 +35,10 @@ ROWS = 8
 
 class TritonKernels(ReferenceKernels):
     """``Kernels`` for CUDA tensors; splitting and joining whole planes stays with the reference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cannot_be_built = False
 
     def adamw_split(
         self,
@@ -41,38 +51,41 @@ class TritonKernels(ReferenceKernels):
         scalars: AdamWScalars,
         threads: int,
     ) -> None:
-        _launch("split", (weight.view(torch.int16), residue, grad, exp_avg, exp_avg_sq), scalars)
+        planes = (weight, residue, grad, exp_avg, exp_avg_sq)
+        self._run(
+            lambda: _launch("split", (weight.view(torch.int16), *planes[1:]), scalars),
+            lambda: super(TritonKernels, self).adamw_split(*planes, scalars=scalars, threads=threads),
+        )
 
     def adamw_fp32(
         self, weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, scalars: AdamWScalars, threads: int
     ) -> None:
-        _launch("fp32", (weight, grad, exp_avg, exp_avg_sq), scalars)
+        planes = (weight, grad, exp_avg, exp_avg_sq)
+        self._run(
+            lambda: _launch("fp32", planes, scalars),
+            lambda: super(TritonKernels, self).adamw_fp32(*planes, scalars=scalars, threads=threads),
+        )
 
     def update(self, rule: Rule, operands: Operands, *, rounding: Rounding, threads: int) -> None:
         if tuned_update(self, rule, operands, threads=threads):
             return
-        first, second = operands.first, operands.second
-        numbers = astuple(rule)
-        num_blocks = operands.weight.numel() // BLOCK_ELEMENTS
-        _kernels()["update"][(-(-num_blocks // ROWS),)](
-            *_pointers(operands),
-            num_blocks,
-            operands.start // BLOCK_ELEMENTS,
-            _signed(rounding.key_low),
-            _signed(rounding.key_high),
-            *numbers,
-            *(0.0,) * (NUMBERS - len(numbers)),
-            RULE=RULES.index(type(rule)),
-            MASTER=MASTERS.index(kept_bits(operands)),
-            HAS_FIRST=first is not None,
-            FIRST_CODED=first is not None and first.coded,
-            SECOND_CODED=second is not None and second.coded,
-            SMALLEST=SMALLEST_NORMAL,
-            ROWS=ROWS,
-            BLOCK=BLOCK_ELEMENTS,
-            enable_fp_fusion=False,
-            num_warps=4,
+        self._run(
+            lambda: _launch_update(rule, operands, rounding),
+            lambda: super(TritonKernels, self).update(rule, operands, rounding=rounding, threads=threads),
         )
+
+    def _run(self, launch: Callable[[], None], instead: Callable[[], None]) -> None:
+        """What fails to be built has touched no plane, and will fail again."""
+        if not self._cannot_be_built:
+            try:
+                launch()
+                return
+            except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+                if not (isinstance(error, OSError | subprocess.CalledProcessError) or "C compiler" in str(error)):
+                    raise
+                log.warning("updates @device run in plain torch, which is slower: Triton cannot build its launcher: %s", error)
+                self._cannot_be_built = True
+        instead()
 
 
 def device_kernels() -> ReferenceKernels:
@@ -99,6 +112,31 @@ def _launch(name: str, tensors: tuple[Tensor, ...], scalars: AdamWScalars) -> No
     numbers = [getattr(scalars, field) for field in scalars.__slots__]
     _kernels()[name][(-(-numel // BLOCK),)](
         *tensors, numel, *numbers, SMALLEST=SMALLEST_NORMAL, BLOCK=BLOCK, enable_fp_fusion=False, num_warps=4
+    )
+
+
+def _launch_update(rule: Rule, operands: Operands, rounding: Rounding) -> None:
+    first, second = operands.first, operands.second
+    numbers = astuple(rule)
+    num_blocks = operands.weight.numel() // BLOCK_ELEMENTS
+    _kernels()["update"][(-(-num_blocks // ROWS),)](
+        *_pointers(operands),
+        num_blocks,
+        operands.start // BLOCK_ELEMENTS,
+        _signed(rounding.key_low),
+        _signed(rounding.key_high),
+        *numbers,
+        *(0.0,) * (NUMBERS - len(numbers)),
+        RULE=RULES.index(type(rule)),
+        MASTER=MASTERS.index(kept_bits(operands)),
+        HAS_FIRST=first is not None,
+        FIRST_CODED=first is not None and first.coded,
+        SECOND_CODED=second is not None and second.coded,
+        SMALLEST=SMALLEST_NORMAL,
+        ROWS=ROWS,
+        BLOCK=BLOCK_ELEMENTS,
+        enable_fp_fusion=False,
+        num_warps=4,
     )
 
 
