@@ -88,6 +88,8 @@ class Plan:
     """Device buffers that layer gradients leave from."""
     end_parts: int = 1
     """Parts in which embedding and head travel, where they do: ranges of the vocabulary."""
+    expert_parts: int = 1
+    """Parts in which a layer's stacked experts travel, where they do: ranges of experts. Then every layer is computed again."""
     on_device: tuple[int, ...] = ()
     """Indexes of the units whose planes, optimizer state included, live @device; nothing of them travels."""
     on_disk: tuple[int, ...] = ()
@@ -165,7 +167,8 @@ class Plan:
 
     def num_rebuilt(self, num_layers: int) -> int:
         """Layers, from the first on, that leave no graph and are computed again in the backward."""
-        return num_layers if self.mlp_chunk_tokens or self.kept_attention else min(self.host_inputs, num_layers)
+        every = self.mlp_chunk_tokens or self.kept_attention or self.expert_parts > 1
+        return num_layers if every else min(self.host_inputs, num_layers)
 
     def first_turning(self, num_layers: int, num_below: int = 0) -> int:
         """Index of the first layer that turns with the head; ``num_layers``: none does. To ``num_below`` no backward comes."""
@@ -181,7 +184,7 @@ class Plan:
         """This plan for each budget in it, alike for all layers: what is measured and timed one by one."""
         own = replace(self, richer_layers=0, richer_budget=1.0, host_inputs=0, kept_attention=0, turn_layers=0)
         richer = (self.richer_budget,) if self.richer_layers else ()
-        rebuilt = self.host_inputs or self.mlp_chunk_tokens or self.kept_attention
+        rebuilt = self.host_inputs or self.mlp_chunk_tokens or self.kept_attention or self.expert_parts > 1
         again = (self.free_budget,) if rebuilt or self.turn_layers else ()
         return tuple(replace(own, activation_budget=one) for one in dict.fromkeys((self.activation_budget, *richer, *again)))
 

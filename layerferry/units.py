@@ -5,8 +5,9 @@ norm and head). Where the two ends share a parameter (tied weights) they are one
 A unit knows the names that its parameters have in the Hugging Face model; nothing else maps between the two.
 
 At home a unit is whole. Only on the way, and on the device, may it be in parts: ranges of rows of its tables, each with a small
-layout of its own. Rows of a table are contiguous in every plane, so a part is a few stretches of bytes. Checked by
-``tests/test_units.py``.
+layout of its own. Rows of a table are contiguous in every plane, so a part is a few stretches of bytes. The tables of an end go
+along the vocabulary; those of a layer are its stacked experts, a row an expert, and what else the layer has, its body, is a part
+alone, because it stays on the device while the experts pass. Checked by ``tests/test_units.py``.
 """
 
 from __future__ import annotations
@@ -14,11 +15,21 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 from math import gcd, lcm
 from typing import NamedTuple, TypeAlias
 
 from layerferry.layout import ALIGN_ELEMENTS, Entry, Layout, ParameterSpec, PlaneSpec
+
+
+class Kind(Enum):
+    """Pieces that share buffers of one size @device."""
+
+    LAYERS = "layers"
+    """Whole layers, and bodies of layers whose experts travel in parts."""
+    ENDS = "ends"
+    EXPERTS = "experts"
 
 
 class Stretch(NamedTuple):
@@ -38,7 +49,8 @@ class Unit:
     names: dict[str, str]
     is_layer: bool
     tables: tuple[str, ...] = ()
-    """Entries along the vocabulary, whose rows can be used apart from each other; none: the unit only travels whole."""
+    """Entries along the vocabulary, or along a layer's experts, whose rows can be used apart from each other; none: the unit only
+    travels whole."""
 
     @property
     def numel(self) -> int:
@@ -62,6 +74,15 @@ class Unit:
     @property
     def number(self) -> int:
         return 0
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.LAYERS if self.is_layer else Kind.ENDS
+
+    @property
+    def buffers(self) -> tuple[int, Kind]:
+        """What the buffers that it uses are known by."""
+        return self.index, self.kind
 
     def stretches(self, spec: PlaneSpec) -> list[Stretch]:
         """Where its bytes lie in the unit's plane of ``spec``, and in a buffer of its own."""
@@ -90,7 +111,7 @@ class Reach:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Part:
-    """Rows of a unit's tables. Part 0 also has all parameters of the unit that are no tables."""
+    """Rows of a unit's tables. Part 0 also has all parameters of the unit that are no tables; of a layer it has nothing else."""
 
     unit: Unit
     number: int
@@ -105,6 +126,14 @@ class Part:
     @property
     def index(self) -> int:
         return self.unit.index
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.EXPERTS if self.unit.is_layer and self.number else self.unit.kind
+
+    @property
+    def buffers(self) -> tuple[int, Kind]:
+        return self.index, self.kind
 
     @property
     def names(self) -> dict[str, str]:
@@ -141,8 +170,8 @@ Piece: TypeAlias = Unit | Part
 
 @lru_cache(maxsize=256)
 def divide(unit: Unit, count: int) -> tuple[Piece, ...]:
-    """``unit`` in at most ``count`` parts of about as many rows; itself alone where it has no tables, or few rows. The same
-    parts every time: they are told apart by identity, as units are."""
+    """``unit`` in at most ``count`` parts of about as many rows, and before them the body of a layer; itself alone where it has no
+    tables, or few rows. The same parts every time: they are told apart by identity, as units are."""
     tables = [unit.layout.by_name[name] for name in unit.tables]
     if count <= 1 or not tables:
         return (unit,)
@@ -150,18 +179,20 @@ def divide(unit: Unit, count: int) -> tuple[Piece, ...]:
     multiple = lcm(*(ALIGN_ELEMENTS // gcd(_row(table), ALIGN_ELEMENTS) for table in tables))
     height = {table.name: multiple * -(-table.shape[0] // (count * multiple)) for table in tables}
     needed = max(-(-table.shape[0] // height[table.name]) for table in tables)
-    return tuple(_part(unit, number, height) for number in range(needed)) if needed > 1 else (unit,)
+    bodies = int(unit.is_layer)
+    return tuple(_part(unit, number, number - bodies, height) for number in range(needed + bodies)) if needed > 1 else (unit,)
 
 
-def _part(unit: Unit, number: int, height: Mapping[str, int]) -> Part:
+def _part(unit: Unit, number: int, place: int, height: Mapping[str, int]) -> Part:
+    """``place`` among the parts that have rows; -1: a body."""
     rows: dict[str, range] = {}
     specs = []
     for entry in unit.layout.entries:
         shape = entry.shape
         if entry.name in height:
-            begin = number * height[entry.name]
+            begin = place * height[entry.name]
             own = range(begin, min(begin + height[entry.name], entry.shape[0]))
-            if not own:
+            if place < 0 or not own:
                 continue
             rows[entry.name], shape = own, (len(own), *entry.shape[1:])
         elif number:

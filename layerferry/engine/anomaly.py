@@ -51,7 +51,7 @@ class WatchfulTape(Tape):
         where = f"micro-batch {micro_batch}"
         _look(gradients[0], f"the gradient of the output of {unit.name} (it comes from the head)", where)
         found = super().backward(unit, micro_batch, template, gradients, accumulator, sides)
-        for entry in unit.layout.entries:
+        for entry in accumulator.layout.entries:
             if accumulator.holds(entry):
                 _look(accumulator.view(entry), f"the gradient of {unit.names[entry.name]}", where)
         if found is not None:

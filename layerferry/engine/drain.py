@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ from layerferry.engine.arrivals import GradientHomes
 from layerferry.engine.clock import Clock
 from layerferry.layout import FP32_PLANE, GRAD, Plane
 from layerferry.store.store import Store
-from layerferry.units import Piece, Unit
+from layerferry.units import Kind, Piece, Unit
 
 
 @dataclass(eq=False)
@@ -96,7 +96,9 @@ class HomeAccumulators(SlabPool):
 class Drain:
     """Owns accumulators and slabs. ``drained`` and ``norms`` speak of the step's last wave."""
 
-    def __init__(self, backend: Backend, clock: Clock, store: Store, pool_of: dict[int, SlabPool], homes: GradientHomes) -> None:
+    def __init__(
+        self, backend: Backend, clock: Clock, store: Store, pool_of: Mapping[tuple[int, Kind], SlabPool], homes: GradientHomes
+    ) -> None:
         self._backend, self._clock, self._store, self._pool_of, self._homes = backend, clock, store, pool_of, homes
         self.last_wave = True
         """Set by the engine before a wave: sums that stay @device leave it with the last one."""
@@ -112,7 +114,7 @@ class Drain:
 
     def expect(self, pieces: Iterable[Piece]) -> None:
         """These gradients will be carried on, in this order: the first is on its way when this returns."""
-        self._expected = deque(piece for piece in pieces if piece.num_trained and not self._pool_of[piece.index].keeps)
+        self._expected = deque(piece for piece in pieces if piece.num_trained and not self._pool_of[piece.buffers].keeps)
         self._landed.clear()
         self._bring_next()
 
@@ -122,7 +124,7 @@ class Drain:
         if not piece.num_trained:
             yield Plane(piece.layout, FP32_PLANE, self._nothing)
             return
-        pool = self._pool_of[piece.index]
+        pool = self._pool_of[piece.buffers]
         buffer = pool.accumulator(piece)
         accumulator = Plane(piece.layout, FP32_PLANE, buffer)
         self._backend.touch(Lane.COMPUTE, writes=[buffer])
@@ -149,7 +151,7 @@ class Drain:
         if not self._expected:
             return
         piece = self._expected.popleft()
-        slab, grad = self._pool_of[piece.index].landing(), self._homes.plane(piece.unit)
+        slab, grad = self._pool_of[piece.buffers].landing(), self._homes.plane(piece.unit)
         if slab.free is not None:
             self._backend.wait(Lane.UPLOAD, slab.free)
         self._backend.wait(Lane.UPLOAD, self.drained[piece.index])

@@ -35,9 +35,11 @@ from layerferry.engine.compiled import preparer
 from layerferry.engine.deferred import DeferredSteps
 from layerferry.engine.drain import Drain
 from layerferry.engine.ends_in_parts import EmbeddingParts, HeadParts, refuse_undividable, refuse_whole_logits
+from layerferry.engine.experts_in_parts import ExpertParts, refuse_undividable_layers
 from layerferry.engine.feed import Feed
 from layerferry.engine.isolation import IsolationCheck
 from layerferry.engine.kept import KeptInputs
+from layerferry.engine.one_layer import OneLayer
 from layerferry.engine.pools import slab_pools, slot_pools
 from layerferry.engine.pretrained import ModelFolder, save_tokenizer
 from layerferry.engine.randomness import seed_of
@@ -120,15 +122,17 @@ class Engine:
         self.plan = plan
         skeleton, store, backend = self.skeleton, self.store, self.backend
         refuse_undividable(skeleton, plan)
+        refuse_undividable_layers(skeleton, plan)
         sizes = device_sizes(store.units, plan, store.specs)
-        slots = slot_pools(store, sizes, backend)
+        slots = slot_pools(store, sizes, backend, plan)
         self.feed = Feed(backend, self.clock, store, self.deferred, slots)
         refuse_carried_arrivals(plan)
         homes, self._arrivals = gradient_homes(store, self.deferred, backend, self.clock, plan)
         self.drain = Drain(backend, self.clock, store, slab_pools(store, sizes, backend, plan), homes)
         self._slots = [slot for pool in set(slots.values()) for slot in pool.slots]
         budgets = plan.layer_budgets(len(skeleton.layer_units))
-        templates = Templates(skeleton, preparer(plan, skeleton.hidden_size), budgets)
+        bodies = [pieces_of(unit, plan)[0] for unit in skeleton.layer_units]
+        templates = Templates(skeleton, preparer(plan, skeleton.hidden_size), budgets, bodies)
         lanes = (skeleton, backend, self.feed, self.drain)
         first, last = (pieces_of(unit, plan) for unit in (skeleton.prologue_unit, skeleton.epilogue_unit))
         self._head_parts = HeadParts.of(*lanes, plan.chunk_tokens, last)
@@ -143,7 +147,9 @@ class Engine:
         refuse_turning(store.units, plan, depth[1])
         self.kept = KeptInputs(backend, self.clock, input_sizes(plan, skeleton.boundary, *depth))
         ends = (EmbeddingParts.of(*lanes, first), self._head_parts)
-        self._sweep = Sweep(*lanes, self.kept, templates, plan.first_turning(*depth), plan.chunk_tokens, IsolationCheck(), *ends)
+        layer = OneLayer(skeleton, backend, self.kept, templates, IsolationCheck())
+        experts = ExpertParts.of(layer, self.feed, self.drain, plan)
+        self._sweep = Sweep(*lanes, layer, experts, plan.first_turning(*depth), plan.chunk_tokens, *ends)
         self._rebuilt = rebuilt(skeleton.layer_units, plan)
         self._audited = False
 

@@ -26,7 +26,7 @@ from layerferry.engine.clock import Clock
 from layerferry.engine.deferred import DeferredSteps
 from layerferry.layout import WEIGHT
 from layerferry.store.store import Store
-from layerferry.units import Piece, Unit
+from layerferry.units import Kind, Piece, Unit
 
 
 @dataclass(eq=False)
@@ -86,7 +86,7 @@ class Feed:
     """Owns the slots. All calls come from the thread that runs the sweeps."""
 
     def __init__(
-        self, backend: Backend, clock: Clock, store: Store, deferred: DeferredSteps, pool_of: dict[int, SlotPool]
+        self, backend: Backend, clock: Clock, store: Store, deferred: DeferredSteps, pool_of: dict[tuple[int, Kind], SlotPool]
     ) -> None:
         self._backend, self._clock, self._store, self._deferred, self.pool_of = backend, clock, store, deferred, pool_of
         self._uses = 0
@@ -96,7 +96,7 @@ class Feed:
         """Say what will be fed next, in order; adds to what was said before."""
         touched = set()
         for piece in pieces:
-            pool = self.pool_of[piece.index]
+            pool = self.pool_of[piece.buffers]
             pool.expected.append(piece)
             touched.add(pool)
         for pool in touched:
@@ -126,7 +126,7 @@ class Feed:
     @contextmanager
     def held(self, piece: Piece) -> Iterator[Slot]:
         """The same for one of several that compute takes turns with: each use is ``timed`` by the caller."""
-        pool = self.pool_of[piece.index]
+        pool = self.pool_of[piece.buffers]
         if not pool.assigned or pool.assigned[0][0] is not piece:
             self._unforeseen(pool, piece)
         _, slot = pool.assigned.popleft()

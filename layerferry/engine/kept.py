@@ -189,6 +189,12 @@ class KeptInputs:
         self._landed.append((landing, self._backend.record(Lane.UPLOAD)))
         self.returned_bytes += size
 
+    def take(self, layer_index: int, number: int) -> Tensor:
+        """The same for good: a copy, where it comes back to a landing."""
+        stays = self._kept[layer_index, number].here is not None
+        with self.bring_back(layer_index, number) as hidden:
+            return hidden if stays else hidden.clone()
+
     @contextmanager
     def bring_back(self, layer_index: int, number: int) -> Iterator[Tensor]:
         """The input [B, T, D] @device of what is next in the order of ``expect``, for the compute lane, until the context is

@@ -153,8 +153,8 @@ class OtherSlots(SlotPool):
     def take_over(cls, engine: Engine) -> None:
         """Layers of ``engine`` are fed in this order from now on."""
         layers = engine.skeleton.layer_units
-        own = cls(engine.feed.pool_of[layers[0].index].slots)
-        engine.feed.pool_of.update({unit.index: own for unit in layers})
+        own = cls(engine.feed.pool_of[layers[0].buffers].slots)
+        engine.feed.pool_of.update({unit.buffers: own for unit in layers})
 
 
 class WholeRows:

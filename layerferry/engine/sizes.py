@@ -10,10 +10,10 @@ from layerferry.errors import PlanError
 from layerferry.layout import FP32_PLANE, GRAD, SECTION_DTYPES, WEIGHT, PlaneSpec, round_up
 from layerferry.optim.orthogonal import orthogonalises, stacks_of
 from layerferry.plan import Plan
-from layerferry.units import Piece, Unit, divide
+from layerferry.units import Kind, Piece, Unit, divide
 
 PART_BUFFERS = 2
-"""Slots, slabs and landings of each kind where the ends travel in parts: one is used while the next is under way."""
+"""Slots, slabs and landings of a kind that travels in parts: one is used while the next is under way."""
 
 PADDING = 8
 """Rows are padded to a multiple of this many tokens."""
@@ -28,7 +28,7 @@ LANDINGS = 2
 
 @dataclass(frozen=True, slots=True)
 class DeviceSizes:
-    """One kind of unit: the layers, or the ends."""
+    """Of one kind."""
 
     slot_bytes: int
     slab_bytes: int
@@ -55,9 +55,10 @@ class DeviceSizes:
 
 
 def pieces_of(unit: Unit, plan: Plan) -> tuple[Piece, ...]:
-    """What of ``unit`` travels at a time: all of it, or the parts of an end."""
-    whole = unit.is_layer or unit.index in plan.on_device
-    return (unit,) if whole else divide(unit, plan.end_parts)
+    """What of ``unit`` travels at a time: all of it, the parts of an end, or a layer's body and the parts of its experts."""
+    if unit.index in plan.on_device:
+        return (unit,)
+    return divide(unit, plan.expert_parts if unit.is_layer else plan.end_parts)
 
 
 def turning_layers(units: Sequence[Unit], plan: Plan, num_below: int = 0) -> list[Unit]:
@@ -90,27 +91,28 @@ def refuse_turning(units: Sequence[Unit], plan: Plan, num_below: int) -> None:
         )
 
 
-def device_sizes(units: Sequence[Unit], plan: Plan, specs: Mapping[str, PlaneSpec]) -> dict[bool, DeviceSizes]:
-    """Sizes by ``unit.is_layer``."""
+def device_sizes(units: Sequence[Unit], plan: Plan, specs: Mapping[str, PlaneSpec]) -> dict[Kind, DeviceSizes]:
+    """Sizes by kind."""
     sizes = {}
-    home, own_sums = set(plan.on_device), sum(unit.layout.bytes(FP32_PLANE) for unit in turning_sums(units, plan))
+    own_sums = sum(unit.layout.bytes(FP32_PLANE) for unit in turning_sums(units, plan))
     carried = plan.num_waves > 1 and not plan.resident_gradients
-    for kind in (True, False):
-        of_kind = [unit for unit in units if unit.is_layer is kind and unit.index not in home]
-        pieces = [pieces_of(unit, plan) for unit in of_kind]
-        travelling = [piece.layout for own in pieces for piece in own]
+    away = [piece for unit in units if unit.index not in plan.on_device for piece in pieces_of(unit, plan)]
+    for kind in Kind:
+        pieces = [piece for piece in away if piece.kind is kind]
+        travelling = [piece.layout for piece in pieces]
         drained = any(layout.num_trained for layout in travelling)
-        of_ends = PART_BUFFERS if any(len(own) > 1 for own in pieces) else 1
+        in_parts = PART_BUFFERS if any(piece is not piece.unit for piece in pieces) else 1
+        slots, slabs, landings = (plan.num_slots, plan.num_slabs, 2) if kind is Kind.LAYERS else (in_parts,) * 3
         sizes[kind] = DeviceSizes(
             slot_bytes=max((layout.bytes(specs[WEIGHT]) for layout in travelling), default=0),
             slab_bytes=max((layout.bytes(specs[GRAD]) for layout in travelling), default=0),
             accumulator_bytes=(sum if plan.resident_gradients else max)(
                 [0, *(layout.bytes(FP32_PLANE) for layout in travelling)]
             ),
-            turning_bytes=own_sums if kind else 0,
-            num_slots=(plan.num_slots if kind else of_ends) if travelling else 0,
-            num_slabs=(plan.num_slabs if kind else of_ends) if drained else 0,
-            num_landings=(2 if kind else of_ends) if carried and drained else 0,
+            turning_bytes=own_sums if kind is Kind.LAYERS else 0,
+            num_slots=slots if travelling else 0,
+            num_slabs=slabs if drained else 0,
+            num_landings=landings if carried and drained else 0,
         )
     return sizes
 

@@ -1,9 +1,9 @@
 """One wave: all its micro-batches go up through the units together, and their gradients come down.
 
-This file is the schedule. Weights arrive (``feed``), graphs stay (``tape``) or inputs go to the host and come back (``kept``),
-gradients leave (``drain``); there is no stream, no event and no counter of slots here. Every unit is fed once on the way up
-and once on the way down, whatever the number of micro-batches, and each gradient is summed in fp32 on the device before it
-travels. The last layers may turn with the head: they are held, and each micro-batch goes up and down through all of them before
+This file is the schedule. Weights arrive (``feed``), a layer runs on a micro-batch (``one_layer``), gradients leave (``drain``);
+there is no stream, no event and no counter of slots here. Every unit is fed once on the way up and once on the way down, whatever
+the number of micro-batches, and each gradient is summed in fp32 on the device before it travels; of ends, and of layers with many
+experts, parts may be fed instead. The last layers may turn with the head: they are held, and each micro-batch goes up and down through all of them before
 the next one comes, so that what they keep is there for one micro-batch at a time, and nothing is fed twice. The way down ends
 at the lowest unit that is trained: layers below it leave no graph, and are not fed again.
 """
@@ -22,35 +22,23 @@ from layerferry.backends.base import Backend
 from layerferry.engine.batch import MicroBatch
 from layerferry.engine.drain import Drain
 from layerferry.engine.ends_in_parts import BoundTables, EmbeddingParts, HeadParts
+from layerferry.engine.experts_in_parts import ExpertParts
 from layerferry.engine.feed import Feed, Slot
 from layerferry.engine.gradients import add_gradients, gradients_of
-from layerferry.engine.isolation import IsolationCheck
-from layerferry.engine.kept import KeptInputs
+from layerferry.engine.one_layer import OneLayer
 from layerferry.engine.randomness import seed_of
 from layerferry.engine.router_loss import RouterLoss
 from layerferry.engine.tape import Tape
-from layerferry.engine.templates import Templates
 from layerferry.engine.turn import Held
 from layerferry.engine.wave import Pass, Wave
 from layerferry.layout import WEIGHT_PLANE, Plane
 from layerferry.models.embedding import EmbeddingTap
 from layerferry.models.inputs import Inputs
 from layerferry.models.skeleton import Skeleton
-from layerferry.models.template import Template
 from layerferry.models.varlen import boundaries
 from layerferry.objectives.base import Objective
 from layerferry.objectives.head import Head
 from layerferry.units import Piece, Unit
-
-
-@dataclass(frozen=True, slots=True)
-class FedLayer:
-    """A layer whose weights are in ``slot``, and the template that computes with them."""
-
-    unit: Unit
-    index: int
-    slot: Slot
-    template: Template
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +49,12 @@ class Sweep:
     backend: Backend
     feed: Feed
     drain: Drain
-    kept: KeptInputs
-    templates: Templates
+    layer: OneLayer
+    experts: ExpertParts
+    """The layers that are not fed whole."""
     first_turning: int
     """Index of the first layer that turns with the head; the number of layers: none does."""
     chunk_tokens: int
-    isolation: IsolationCheck
     embedding_parts: EmbeddingParts | None
     """Where the prologue is not fed whole. So too the head."""
     head_parts: HeadParts | None
@@ -78,13 +66,14 @@ class Sweep:
         so that the sum does not depend on the waves."""
         skeleton, tape = self.skeleton, wave.tape
         layers, below = skeleton.layer_units, skeleton.reach.num_below
-        self.kept.begin([number for number, _ in wave.micro_batches])
+        self.layer.kept.begin([number for number, _ in wave.micro_batches])
         embedding, head = self.embedding_parts, self.head_parts
         first = [skeleton.prologue_unit] if embedding is None else embedding.upwards
         turn = [skeleton.epilogue_unit] if head is None else head.there_and_back
         numbered = list(enumerate(layers))
         upwards, turning = numbered[: self.first_turning], numbered[self.first_turning :]
-        self.feed.expect([*first, *layers, *turn, *reversed(layers[below : self.first_turning])])
+        back = self.experts.downwards(reversed(upwards[below:]))
+        self.feed.expect([*first, *self.experts.upwards(numbered), *turn, *back])
         self._set_mode(training=True)
         passes, bound = self._prologue(wave)
         needs_prologue = tape.num_handles.get(skeleton.prologue_unit.index, 0) > 0
@@ -92,7 +81,7 @@ class Sweep:
             self.feed.expect([first[-1]])
         for index, unit in upwards:
             self._layer_forward(unit, index, passes, wave)
-        self.kept.expect()
+        self.layer.kept.expect()
         tied = skeleton.epilogue_unit is skeleton.prologue_unit
         if wave.carry:
             self.drain.expect(self._downwards(tied=tied))
@@ -118,8 +107,8 @@ class Sweep:
         embedding, head = self.embedding_parts, self.head_parts
         last: Sequence[Piece] = [self.skeleton.prologue_unit] if embedding is None else embedding.parts
         first: Sequence[Piece] = [self.skeleton.epilogue_unit] if head is None else head.parts
-        layers = self.skeleton.layer_units[self.skeleton.reach.num_below :]
-        return [*reversed(first), *reversed(layers), *([] if tied else last)]
+        layers = [*enumerate(self.skeleton.layer_units)][self.skeleton.reach.num_below :]
+        return [*reversed(first), *self.experts.drained(reversed(layers)), *([] if tied else last)]
 
     def _prologue(self, wave: Wave) -> tuple[list[Pass], list[torch.nn.Parameter] | BoundTables]:
         unit = self.skeleton.prologue_unit
@@ -135,31 +124,14 @@ class Sweep:
                 passes.append(Pass.of(micro_batch, number, hidden, calls, tap.look_ups))
         return passes, parameters
 
-    def _fed(self, unit: Unit, index: int, slot: Slot) -> FedLayer:
-        return FedLayer(unit, index, slot, self.templates.bound(index, slot))
-
     def _layer_forward(self, unit: Unit, index: int, passes: Sequence[Pass], wave: Wave) -> None:
+        if index in self.experts.parts:
+            self.experts.forward(index, passes, wave)
+            return
         with self.feed(unit) as slot:
-            layer = self._fed(unit, index, slot)
+            layer = self.layer.fed(index, slot)
             for run in passes:
-                self._up(layer, run, wave)
-
-    def _up(self, layer: FedLayer, run: Pass, wave: Wave) -> None:
-        """One micro-batch through one layer."""
-        unit, index, template, tape = layer.unit, layer.index, layer.template, wave.tape
-        with tape.record(unit, layer.slot):
-            if run.micro_batch.isolated:
-                with tape.resolving(unit, layer.slot):
-                    self.isolation.check(template, self.skeleton.keys[index], run.micro_batch, run.hidden, run.calls[index])
-            self.backend.seed(seed_of(wave.step_seed, unit.index, run.number))
-            if index < self.skeleton.reach.num_below:
-                run.hidden = tape.pass_below(unit, run.number, template, run.hidden, run.calls[index])
-            elif self.kept.rebuilds(index):
-                self.kept.send(unit, index, run.number, run.hidden)
-                with template.recording(self.kept.attention_of(index, run.number)):
-                    run.hidden = tape.pass_on(unit, run.number, template, run.hidden, run.calls[index])
-            else:
-                run.hidden = tape.forward(unit, run.number, template, run.hidden, run.calls[index])
+                self.layer.up(layer, run, wave)
 
     def _turn(
         self, turning: Sequence[tuple[int, Unit]], passes: Sequence[Pass], wave: Wave, accumulator: Plane | None, loss: Tensor
@@ -171,7 +143,7 @@ class Sweep:
             return self.head_parts.train(passes, wave, loss, lambda run: self._balance(run, wave))
         lanes = (self.feed, self.drain)
         with ExitStack() as failing:
-            held = [Held(unit, *lanes, partial(self._fed, unit, index), carry=wave.carry) for index, unit in turning]
+            held = [Held(unit, *lanes, partial(self.layer.fed, index), carry=wave.carry) for index, unit in turning]
             layers = [failing.enter_context(one) for one in held]
             last_unit = self.skeleton.epilogue_unit
 
@@ -183,14 +155,14 @@ class Sweep:
                 last = run is passes[-1]
                 for held_layer in layers:
                     with held_layer.used() as layer:
-                        self._up(layer, run, wave)
+                        self.layer.up(layer, run, wave)
                 with head.used() as bound_head:
                     loss = loss + self._at_head(bound_head, run, wave)
                 if last:
                     head.let_go()
                 for held_layer in reversed(layers):
                     with held_layer.used() as layer:
-                        self._down(layer, run, held_layer.sums, wave)
+                        self.layer.down(layer, run, held_layer.sums, wave)
                     if last:
                         held_layer.let_go()
         return loss
@@ -217,31 +189,13 @@ class Sweep:
         return loss
 
     def _layer_backward(self, unit: Unit, index: int, passes: Sequence[Pass], wave: Wave) -> None:
-        with self.feed(unit) as slot, self.drain(unit, carry=wave.carry) as sums:
-            layer = self._fed(unit, index, slot)
-            for run in passes:
-                self._down(layer, run, sums, wave)
-
-    def _down(self, layer: FedLayer, run: Pass, sums: Plane, wave: Wave) -> None:
-        """One micro-batch's gradient through one layer."""
-        assert run.gradient is not None
-        unit, tape = layer.unit, wave.tape
-        gradients = [run.gradient, *run.router_gradients.get(unit.index, ())]
-        with tape.resolving(unit, layer.slot), self._graph(layer, run, wave):
-            run.gradient = tape.backward(unit, run.number, layer.template, gradients, sums, run.sides)
-
-    @contextmanager
-    def _graph(self, layer: FedLayer, run: Pass, wave: Wave) -> Iterator[None]:
-        """Inside, the tape has the layer's graph: since the forward, or made again from the input that comes back."""
-        unit, index, template = layer.unit, layer.index, layer.template
-        if not self.kept.rebuilds(index):
-            yield
+        if index in self.experts.parts:
+            self.experts.backward(index, passes, wave)
             return
-        with self.kept.bring_back(index, run.number) as hidden:
-            self.backend.seed(seed_of(wave.step_seed, unit.index, run.number))
-            with wave.tape.record(unit, layer.slot), template.answering(self.kept.attention_of(index, run.number)):
-                wave.tape.run_again(unit, run.number, template, hidden, run.calls[index])
-            yield
+        with self.feed(unit) as slot, self.drain(unit, carry=wave.carry) as sums:
+            layer = self.layer.fed(index, slot)
+            for run in passes:
+                self.layer.down(layer, run, sums, wave)
 
     def _prologue_backward(
         self,
@@ -281,20 +235,20 @@ class Sweep:
         skeleton = self.skeleton
         first = [skeleton.prologue_unit] if self.embedding_parts is None else self.embedding_parts.upwards
         last = [skeleton.epilogue_unit] if self.head_parts is None else self.head_parts.parts
-        self.feed.expect([*first, *skeleton.layer_units, *last])
+        numbered = list(enumerate(skeleton.layer_units))
+        self.feed.expect([*first, *self.experts.upwards(numbered), *last])
         self._set_mode(training=False)
         total = torch.zeros((), device=self.backend.device)
         with torch.no_grad():
             passes = self._embedded(micro_batches)
-            for index, unit in enumerate(skeleton.layer_units):
+            for index, unit in numbered:
+                if index in self.experts.parts:
+                    self.experts.evaluate(index, passes)
+                    continue
                 with self.feed(unit) as slot:
-                    template = self.templates.bound(index, slot)
+                    layer = self.layer.fed(index, slot)
                     for run in passes:
-                        call = run.calls[index]
-                        if run.micro_batch.isolated:
-                            self.isolation.check(template, skeleton.keys[index], run.micro_batch, run.hidden, call)
-                        run.hidden = template(run.hidden, call.args, call.kwargs, call)
-                        run.routed += template.routed
+                        self.layer.evaluate(layer, run)
             for run, share in zip(passes, self._losses(passes, objective), strict=True):
                 total = total + share / denominator
                 if router_loss is not None:
@@ -325,7 +279,7 @@ class Sweep:
     # ---------------------------------------------------------------- helpers
 
     def _set_mode(self, *, training: bool) -> None:
-        self.templates.train(training)
+        self.layer.templates.train(training)
         # TRAP: the ends have dropout of their own (tests/conformance/test_not_vacuous.py)
         if self.skeleton.model.training != training:
             self.skeleton.model.train(training)

@@ -163,7 +163,27 @@ class Tape:
         """The graph of a layer that was passed on, for the backward that follows at once."""
         self._graphs[unit.index, micro_batch] = self._graph(unit, template, hidden, call, checkpointed=False)
 
-    def _graph(self, unit: Unit, template: Template, hidden: Tensor, call: LayerCall, *, checkpointed: bool) -> Graph:
+    def slope(
+        self, unit: Unit, template: Template, hidden: Tensor, call: LayerCall, leaf: Tensor, gradients: Sequence[Tensor]
+    ) -> Tensor:
+        """dL/d(leaf), of which the layer, run for this alone, makes something besides its input. ``gradients``: as in
+        ``backward``."""
+        graph = self._graph(unit, template, hidden, call, checkpointed=False, further=(leaf,))
+        template.routed.clear()  # they hold the graph
+        (found,) = _live_gradients(graph, [leaf], gradients)
+        assert found is not None, "a layer that does nothing with what its experts give"
+        return found
+
+    def _graph(
+        self,
+        unit: Unit,
+        template: Template,
+        hidden: Tensor,
+        call: LayerCall,
+        *,
+        checkpointed: bool,
+        further: Sequence[Tensor] = (),
+    ) -> Graph:
         leaf = hidden.detach().requires_grad_(unit.index != self._lowest)
         sides: list[tuple[Tensor, Tensor]] = []
         args = _as_leaves(call.args, sides)
@@ -172,7 +192,7 @@ class Tape:
         run = functools.partial(checkpoint, apply, use_reentrant=False) if checkpointed else apply
         outputs: tuple[Tensor, ...] = run(leaf, args, kwargs)
         if self._audit:
-            _audit(unit, outputs, [leaf, *(own for _, own in sides), *template.parameters])
+            _audit(unit, outputs, [leaf, *(own for _, own in sides), *template.parameters, *further])
         return Graph(leaf, outputs, sides, template.parameters, apply)
 
     def routed(self, unit: Unit, micro_batch: int) -> list[Tensor]:
@@ -199,9 +219,7 @@ class Tape:
         graph = self._graphs.pop((unit.index, micro_batch))
         graph.apply.template = template
         wanted = [graph.hidden, *(own for _, own in graph.sides), *graph.parameters]
-        # router logits of a layer that trains nothing before its router have no graph
-        live = [(output, own) for output, own in zip(graph.outputs, gradients, strict=False) if output.requires_grad]
-        found = gradients_of([output for output, _ in live], wanted, [own for _, own in live])
+        found = _live_gradients(graph, wanted, gradients)
         num_sides = len(graph.sides)
         for (origin, _), side in zip(graph.sides, found[1 : 1 + num_sides], strict=True):
             if side is not None:
@@ -209,6 +227,12 @@ class Tape:
         add_gradients(accumulator, found[1 + num_sides :])
         assert found[0] is not None or not graph.hidden.requires_grad, "a layer without a path from its output to its input"
         return found[0]
+
+
+def _live_gradients(graph: Graph, wanted: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor | None]:
+    """Router logits of a layer that trains nothing before its router have no graph."""
+    live = [(output, own) for output, own in zip(graph.outputs, gradients, strict=False) if output.requires_grad]
+    return gradients_of([output for output, _ in live], wanted, [own for _, own in live])
 
 
 def _as_leaves(value: Any, sides: list[tuple[Tensor, Tensor]]) -> Any:

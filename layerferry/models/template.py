@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from layerferry.layout import Plane
 from layerferry.models.attention_outputs import AttentionOutputs, Results
+from layerferry.models.experts_in_parts import ExpertsTap
 from layerferry.models.router_balance import RouterBalance
 from layerferry.models.stack import LayerCall, hidden_of
 
@@ -64,6 +65,8 @@ class Template:
         """Router logits of the last call, where a load-balancing loss is wanted."""
         self.attention: AttentionOutputs | None = None
         """Where attention is not to be computed twice."""
+        self.experts: ExpertsTap | None = None
+        """Where the slot has the layer's body alone."""
         self.parameters: list[nn.Parameter] = []
         for entry in plane.layout.entries:
             owner, leaf = _owner(self.module, entry.name)
@@ -82,6 +85,10 @@ class Template:
         for name, (owner, leaf) in self._buffer_owners.items():
             owner._buffers[leaf] = buffers[name]
         return self
+
+    def tap_experts(self) -> None:
+        """From now on the layer runs without its experts."""
+        self.experts = ExpertsTap(self.module)
 
     def keep_attention(self) -> None:
         """From now on ``recording`` and ``answering`` have an effect."""

@@ -127,7 +127,7 @@ def test_a_layer_is_compiled_under_its_own_budget(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("layerferry.engine.compiled.budget_backend", backend_of)
     model = small_model()
     engine = make_engine(model, replace(plan, num_slots=2))
-    slots = engine.feed.pool_of[engine.skeleton.layer_units[0].index].slots
+    slots = engine.feed.pool_of[engine.skeleton.layer_units[0].buffers].slots
     templates = engine._sweep.templates
     bound = [templates.bound(index, slot) for index in range(len(engine.skeleton.layer_units)) for slot in slots]
     engine.close()

@@ -1,0 +1,200 @@
+"""Stacked experts of which some are there at a time: what they are asked is noted, and answered later.
+
+Families hand their experts ``(hidden [N, D], index [N, K], weights [N, K])`` and get ``[N, D]`` (transformers' experts
+interface). ``ExpertsTap`` stands in the place of that one call inside a layer: it notes the question and answers with what it was
+told, so the layer's own forward runs, whatever it does before and after, without a single expert. ``SomeExperts`` are the
+family's own module over the tables of a range: they are given the chosen pairs of (token, expert) that fall into it, each as a
+token with one expert.
+
+Sums over experts are in fp32, in the order of the parts and within one in that of a token's choices, and are rounded once; no two
+threads add to one number, so no schedule changes a bit. The host waits once for how many pairs each expert has.
+
+Left out: layers with several such modules, and tables that are no stacks of all experts; they travel whole. A layer that calls its
+experts twice in a forward, or with other shapes, is refused. Checked by ``tests/models/test_experts_in_parts.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerferry.errors import ModelRefused
+from layerferry.layout import WEIGHT_PLANE, Plane
+from layerferry.units import Part
+
+
+def stacked_experts(layer: nn.Module) -> str | None:
+    """Path inside ``layer`` of the module with its stacked experts; None where there is not exactly one that can be divided."""
+    found = [
+        name for name, module in layer.named_modules() if hasattr(module, "is_transposed") and hasattr(module, "_apply_gate")
+    ]
+    return found[0] if len(found) == 1 and _is_stacked(layer.get_submodule(found[0])) else None
+
+
+def _is_stacked(module: nn.Module) -> bool:
+    """Whether all that it has is tables with a row for each expert."""
+    count, tables = getattr(module, "num_experts", 0), dict(module.named_parameters())
+    own = all("." not in name and table.dim() > 1 and len(table) == count for name, table in tables.items())
+    return bool(tables) and own and not list(module.buffers())
+
+
+def expert_tables(layer: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters that can be used some experts at a time."""
+    path = stacked_experts(layer)
+    return () if path is None else tuple(f"{path}.{name}" for name, _ in layer.get_submodule(path).named_parameters())
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the experts of one layer were asked for one micro-batch. Without graph."""
+
+    hidden: Tensor  # [N, D] @device
+    index: Tensor  # [N, K] int64 @device
+    weights: Tensor  # [N, K] @device
+    num_experts: int
+
+    @cached_property
+    def _order(self) -> Tensor:
+        """Pairs of (token, choice), by expert: [N * K] int64 @device."""
+        return torch.sort(self.index.reshape(-1), stable=True).indices
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """Where each expert's pairs end in that order. The host waits for it, once."""
+        counts = torch.bincount(self.index.reshape(-1), minlength=self.num_experts)[: self.num_experts]
+        return [0, *torch.cumsum(counts, 0).tolist()]
+
+    def pairs(self, experts: range) -> Tensor:
+        """The chosen pairs that fall into a range of ``experts``: [S] int64 @device, places in [N * K]."""
+        return self._order[self._ends[experts.start] : self._ends[experts.stop]]
+
+    def tokens(self, pairs: Tensor) -> Tensor:
+        """[S]: the token of each pair."""
+        return pairs // self.index.shape[1]
+
+    def spread(self, values: Tensor, pairs: Tensor, sums: Tensor) -> None:
+        """``sums`` [N, D] fp32 += ``values`` [S, D] of ``pairs``, one choice after the other: one order, on every device."""
+        count, choices = self.index.shape
+        place = torch.full((count * choices,), -1, dtype=torch.int64, device=pairs.device)
+        place[pairs] = torch.arange(len(pairs), device=pairs.device)
+        for own in place.view(count, choices).unbind(1):
+            there = values.index_select(0, own.clamp(min=0)).to(sums.dtype)
+            sums += torch.where((own >= 0)[:, None], there, 0)
+
+
+class _Answer(torch.autograd.Function):
+    """``values`` in the forward; in the backward, what the experts' own would have given."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weights: Tensor, values: Tensor, slopes: tuple[Tensor, Tensor]) -> Tensor:
+        ctx.slopes = slopes
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        by_hidden, by_weights = ctx.slopes
+        return by_hidden, by_weights, None, None
+
+
+class ExpertsTap:
+    """Stands in the place of a layer's experts. Only inside ``asking`` or ``answering`` the layer can run."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        path = stacked_experts(layer)
+        assert path is not None, "a layer without stacked experts is whole"
+        module: Any = layer.get_submodule(path)
+        self._name, self._num_experts = type(module).__name__, int(module.num_experts)
+        self._signature = inspect.signature(type(module).forward)
+        self._module = module
+        self._asked: list[Asked] | None = None
+        self._values: Tensor | None = None
+        self._slopes: tuple[Tensor, Tensor] | None = None
+        self._calls = 0
+        module.forward = self._forward
+
+    @contextmanager
+    def asking(self) -> Iterator[list[Asked]]:
+        """Inside, the layer runs once, its experts answer zeros, and the list has what they were asked."""
+        self._asked = []
+        with self._once():
+            yield self._asked
+
+    @contextmanager
+    def answering(self, values: Tensor, slopes: tuple[Tensor, Tensor] | None = None) -> Iterator[None]:
+        """Inside, the layer's experts give ``values`` [N, D]. ``slopes``: and in the backward dL/d(hidden) [N, D] and
+        dL/d(weights) [N, K], whatever comes down to them; without, ``values`` may be a leaf."""
+        self._values, self._slopes = values, slopes
+        with self._once():
+            yield
+
+    @contextmanager
+    def _once(self) -> Iterator[None]:
+        self._calls = 0
+        try:
+            yield
+        finally:
+            self._asked = self._values = self._slopes = None
+        if not self._calls:
+            raise ModelRefused(f"{self._name}: a layer ran without its experts: expert_parts: 1 feeds it whole")
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._calls += 1
+        given = self._signature.bind(self._module, *args, **kwargs).args[1:]
+        hidden, index, weights = given if len(given) == 3 else (None, None, None)
+        shapes = [tensor.shape for tensor in given if isinstance(tensor, Tensor)]
+        if len(shapes) != 3 or len(shapes[0]) != 2 or shapes[1] != shapes[2] or len(shapes[0]) != len(shapes[1]):
+            raise ModelRefused(
+                f"{self._name}: is called with {shapes}, not hidden, index, weights: expert_parts: 1 feeds it whole"
+            )
+        assert isinstance(hidden, Tensor) and isinstance(index, Tensor) and isinstance(weights, Tensor)
+        if self._asked is not None:
+            if self._asked:
+                raise ModelRefused(f"{self._name}: runs twice in a layer: expert_parts: 1 feeds it whole")
+            # copies: what comes after may change them in place
+            self._asked.append(Asked(hidden.detach().clone(), index.clone(), weights.detach().clone(), self._num_experts))
+            return torch.zeros_like(hidden)
+        assert self._values is not None, "a layer without its experts runs"
+        if self._slopes is None:
+            return self._values.clone()
+        answer: Tensor = _Answer.apply(hidden, weights, self._values, self._slopes)  # type: ignore[no-untyped-call]
+        return answer
+
+
+class SomeExperts:
+    """The experts of ``part``, in a slot. ``parameters`` follow the order of the part's layout."""
+
+    def __init__(self, layer: nn.Module, part: Part, buffer: Tensor) -> None:
+        path = stacked_experts(layer)
+        assert path is not None
+        self.module: Any = copy.deepcopy(layer.get_submodule(path))
+        self.experts = next(iter(part.rows.values()))
+        self.module.num_experts = len(self.experts)
+        self.parameters: list[nn.Parameter] = []
+        plane = Plane(part.layout, WEIGHT_PLANE, buffer)
+        for entry in part.layout.entries:
+            leaf = entry.name.rpartition(".")[2]
+            parameter = nn.Parameter(plane.view(entry), requires_grad=self.module._parameters[leaf].requires_grad)
+            self.module._parameters[leaf] = parameter
+            self.parameters.append(parameter)
+
+    def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """hidden [S, D], index [S] (of this part's experts), weights [S] -> [S, D] of one expert each, weighted."""
+        answer: Tensor = self.module(hidden, index.unsqueeze(1), weights.unsqueeze(1))
+        return answer
+
+
+def chosen(asked: Asked, pairs: Tensor, experts: range) -> Sequence[Tensor]:
+    """What ``SomeExperts`` are called with for ``pairs``."""
+    return (
+        asked.hidden.index_select(0, asked.tokens(pairs)),
+        asked.index.reshape(-1).index_select(0, pairs) - experts.start,
+        asked.weights.reshape(-1).index_select(0, pairs),
+    )
