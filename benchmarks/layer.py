@@ -38,7 +38,8 @@ class Layer:
         self._gradient = torch.randn_like(self._hidden)
         self._slots = [slot_for(self._unit, backend) for _ in range(2)]
         self.sums = sums_for(self._unit, backend)
-        self._templates = Templates(skeleton, preparer(plan, skeleton.hidden_size), plan.layer_budgets(len(skeleton.layer_units)))
+        layers = skeleton.layer_units
+        self._templates = Templates(skeleton, preparer(plan, skeleton.hidden_size), plan.layer_budgets(len(layers)), layers)
         self._tape = Tape(self._slots, rebuilt=rebuilt(skeleton.layer_units, plan), audit=False)
 
     def forward(self) -> None:

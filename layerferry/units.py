@@ -168,9 +168,9 @@ Piece: TypeAlias = Unit | Part
 """What travels at a time."""
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def divide(unit: Unit, count: int) -> tuple[Piece, ...]:
-    """``unit`` in at most ``count`` parts of about as many rows, and before them the body of a layer; itself alone where it has no
+    """``unit`` in at most ``count`` parts of about as many rows, and before them a layer's body; itself alone where it has no
     tables, or few rows. The same parts every time: they are told apart by identity, as units are."""
     tables = [unit.layout.by_name[name] for name in unit.tables]
     if count <= 1 or not tables:

@@ -9,8 +9,8 @@ token with one expert.
 Sums over experts are in fp32, in the order of the parts and within one in that of a token's choices, and are rounded once; no two
 threads add to one number, so no schedule changes a bit. The host waits once for how many pairs each expert has.
 
-Left out: layers with several such modules, and tables that are no stacks of all experts; they travel whole. A layer that calls its
-experts twice in a forward, or with other shapes, is refused. Checked by ``tests/models/test_experts_in_parts.py``.
+Left out: layers with several such modules, and tables that are no stacks of all experts; they travel whole. A layer that calls
+its experts twice in a forward, or with other shapes, is refused. Checked by ``tests/models/test_experts_in_parts.py``.
 """
 
 from __future__ import annotations
@@ -148,16 +148,13 @@ class ExpertsTap:
     def _forward(self, *args: Any, **kwargs: Any) -> Tensor:
         self._calls += 1
         given = self._signature.bind(self._module, *args, **kwargs).args[1:]
-        hidden, index, weights = given if len(given) == 3 else (None, None, None)
-        shapes = [tensor.shape for tensor in given if isinstance(tensor, Tensor)]
-        if len(shapes) != 3 or len(shapes[0]) != 2 or shapes[1] != shapes[2] or len(shapes[0]) != len(shapes[1]):
-            raise ModelRefused(
-                f"{self._name}: is called with {shapes}, not hidden, index, weights: expert_parts: 1 feeds it whole"
-            )
-        assert isinstance(hidden, Tensor) and isinstance(index, Tensor) and isinstance(weights, Tensor)
+        shapes = [tuple(tensor.shape) for tensor in given if isinstance(tensor, Tensor)]
+        if not (len(given) == len(shapes) == 3 and len(shapes[0]) == len(shapes[1]) == 2 and shapes[1] == shapes[2]):
+            raise ModelRefused(f"{self._name}: called with {shapes}, not hidden, index, weights: expert_parts: 1 feeds it whole")
+        if self._calls > 1:
+            raise ModelRefused(f"{self._name}: runs twice in a layer: expert_parts: 1 feeds it whole")
+        hidden, index, weights = given
         if self._asked is not None:
-            if self._asked:
-                raise ModelRefused(f"{self._name}: runs twice in a layer: expert_parts: 1 feeds it whole")
             # copies: what comes after may change them in place
             self._asked.append(Asked(hidden.detach().clone(), index.clone(), weights.detach().clone(), self._num_experts))
             return torch.zeros_like(hidden)
@@ -174,15 +171,14 @@ class SomeExperts:
     def __init__(self, layer: nn.Module, part: Part, buffer: Tensor) -> None:
         path = stacked_experts(layer)
         assert path is not None
-        self.module: Any = copy.deepcopy(layer.get_submodule(path))
+        self.module = copy.deepcopy(layer.get_submodule(path))
         self.experts = next(iter(part.rows.values()))
-        self.module.num_experts = len(self.experts)
+        self.module.__dict__["num_experts"] = len(self.experts)
         self.parameters: list[nn.Parameter] = []
         plane = Plane(part.layout, WEIGHT_PLANE, buffer)
         for entry in part.layout.entries:
-            leaf = entry.name.rpartition(".")[2]
-            parameter = nn.Parameter(plane.view(entry), requires_grad=self.module._parameters[leaf].requires_grad)
-            self.module._parameters[leaf] = parameter
+            parameter = nn.Parameter(plane.view(entry), requires_grad=entry.trained)
+            self.module._parameters[entry.name.rpartition(".")[2]] = parameter
             self.parameters.append(parameter)
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:

@@ -198,8 +198,8 @@ class Skeleton:
             kinds = [is_layer and spec.has_matrices for spec in specs]
             own = zip(names, specs, kinds, strict=True)
             layout = Layout.of(replace(spec, name=name_in_unit, matrix=matrix) for name_in_unit, spec, matrix in own)
-            more = {"is_layer": is_layer, "tables": tables.get(name, ())}
-            units.append(Unit(name=name, index=index, layout=layout, names=names, **more))
+            own_tables = tables.get(name, ())
+            units.append(Unit(name=name, index=index, layout=layout, names=names, is_layer=is_layer, tables=own_tables))
         return tuple(units)
 
     def _mark_tables(self) -> None:

@@ -25,6 +25,7 @@ from layerferry.planner.problem import ESTIMATE_MARGIN, Problem, places
 from layerferry.planner.time import layer_uploads, waves_of
 from layerferry.planner.updates import orthogonal_s, update_s
 from layerferry.planner.working import Working
+from layerferry.units import Kind
 
 WASTEFUL = 2.0
 """Times the bytes of the other way, beyond which one way for layers to keep more is not looked at."""
@@ -73,7 +74,7 @@ class Books:
         self._plain_at_home: tuple[Choice, int]
         self._disk = DiskBooks(question)
         self._kept: dict[int, float] = {}
-        sizes = device_sizes(question.model.units, Plan(), question.specs)[True]
+        sizes = device_sizes(question.model.units, Plan(), question.specs)[Kind.LAYERS]
         self._turning_bytes = {resident: sizes.slot_bytes + (0 if resident else sizes.sums) for resident in (False, True)}
         """By whether sums are resident anyway: slot and sum of the largest layer."""
         self._first_wave: dict[Hashable, tuple[float, int]] = {}

@@ -158,7 +158,7 @@ class _Bench:
         kinds: tuple[tuple[bool, Sequence[Piece]], ...] = ((True, layers), (False, ends))
         self._slots = {kind: self._slot(pieces) for kind, pieces in kinds}
         self._sums = {kind: backend.device_buffer(max(p.layout.bytes(FP32_PLANE) for p in pieces)) for kind, pieces in kinds}
-        self._templates = Templates(skeleton, preparer(plan, skeleton.hidden_size), plan.layer_budgets(len(layers)))
+        self._templates = Templates(skeleton, preparer(plan, skeleton.hidden_size), plan.layer_budgets(len(layers)), layers)
         self._routed: dict[Hashable, list[Tensor]] = {}
         self._micro_batch = _micro_batch(plan, shape, skeleton.vocab_size)
         self._tape = Tape(list(self._slots.values()), rebuilt=rebuilt(layers, plan), audit=False)

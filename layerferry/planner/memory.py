@@ -45,6 +45,7 @@ from layerferry.planner.facts import Model
 from layerferry.planner.held import DEVICE, HOST, arrivals, planes
 from layerferry.planner.updates import room_for_updates
 from layerferry.planner.working import LayerBytes, Shape, Working, tokens_of
+from layerferry.units import Kind
 
 
 def plan_specs(specs: Mapping[str, PlaneSpec], plan: Plan) -> dict[str, PlaneSpec]:
@@ -81,7 +82,7 @@ def kept_inputs(model: Model, plan: Plan, shape: Shape) -> tuple[Item, ...]:
 
 
 @lru_cache(maxsize=64)
-def _sizes(model: Model, plan: Plan, specs: tuple[tuple[str, PlaneSpec], ...]) -> dict[bool, DeviceSizes]:
+def _sizes(model: Model, plan: Plan, specs: tuple[tuple[str, PlaneSpec], ...]) -> dict[Kind, DeviceSizes]:
     return device_sizes(model.units, plan, dict(specs))
 
 
@@ -92,21 +93,26 @@ def buffers(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan) -> tuple[I
         turn_layers=plan.turn_layers,
         host_inputs=plan.host_inputs if plan.turn_layers else 0,
         end_parts=plan.end_parts,
+        expert_parts=plan.expert_parts,
         on_device=plan.on_device,
         num_waves=plan.num_waves,
         resident_gradients=plan.resident_gradients,
     )
     sizes = _sizes(model, bare, tuple(specs.items()))
-    layers, ends = sizes[True], sizes[False]
-    slots, own_slot = (size.num_slots * size.slot_bytes for size in (layers, ends))
-    slabs, own_slab = layers.in_slabs, ends.in_slabs
+    layers, ends, experts = (sizes[kind] for kind in (Kind.LAYERS, Kind.ENDS, Kind.EXPERTS))
+    slots, own_slot, expert_slots = (size.num_slots * size.slot_bytes for size in (layers, ends, experts))
     num_slabs = layers.num_slabs + layers.num_landings
     return (
         Item(what=f"{layers.num_slots} layer slots", place=DEVICE, num_bytes=slots),
         Item(what=f"slot{'s' * (ends.num_slots > 1)} of embedding and head", place=DEVICE, num_bytes=own_slot),
-        Item(what=f"{num_slabs} layer slabs", place=DEVICE, num_bytes=slabs),
-        Item(what="slabs of embedding and head", place=DEVICE, num_bytes=own_slab),
-        Item(what="gradient accumulators (fp32)", place=DEVICE, num_bytes=layers.sums + ends.sums),
+        Item(what=f"{num_slabs} layer slabs", place=DEVICE, num_bytes=layers.in_slabs),
+        Item(what="slabs of embedding and head", place=DEVICE, num_bytes=ends.in_slabs),
+        *(
+            [Item(what="slots and slabs of experts in parts", place=DEVICE, num_bytes=expert_slots + experts.in_slabs)]
+            if experts.num_slots
+            else []
+        ),
+        Item(what="gradient accumulators (fp32)", place=DEVICE, num_bytes=layers.sums + ends.sums + experts.sums),
         *(
             Item(what=what, place=DEVICE, num_bytes=num_bytes)
             for what, num_bytes in room_for_updates(model, tuple(specs.items()), plan.on_device)

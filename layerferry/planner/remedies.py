@@ -23,6 +23,7 @@ from layerferry.planner.host import ADDRESS_SPACE, LIFT
 from layerferry.planner.memory import plan_specs
 from layerferry.planner.problem import FRAGMENTATION, Problem, budget_source, needs
 from layerferry.planner.search import can_fit, search
+from layerferry.units import Kind
 
 SHORTEST_ROW = 128
 _PINNABLE = [field.name for field in fields(Pins) if field.name != "optimizer_threads"]
@@ -69,7 +70,7 @@ def _fitting(question: Problem) -> Plan | None:
 
 def _too_small_for_buffers(question: Problem, plan: Plan) -> Iterator[str]:
     sizes = device_sizes(question.model.units, plan, plan_specs(question.specs, plan))
-    fixed, slot = sizes[True].total + sizes[False].total, sizes[True].slot_bytes
+    fixed, slot = sum(size.total for size in sizes.values()), sizes[Kind.LAYERS].slot_bytes
     there = needs(plan, question.machine)[DEVICE][1]
     if there < slot:
         yield f"one layer's slot alone takes {size_text(slot)}"

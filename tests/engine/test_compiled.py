@@ -128,7 +128,7 @@ def test_a_layer_is_compiled_under_its_own_budget(monkeypatch: pytest.MonkeyPatc
     model = small_model()
     engine = make_engine(model, replace(plan, num_slots=2))
     slots = engine.feed.pool_of[engine.skeleton.layer_units[0].buffers].slots
-    templates = engine._sweep.templates
+    templates = engine._sweep.layer.templates
     bound = [templates.bound(index, slot) for index in range(len(engine.skeleton.layer_units)) for slot in slots]
     engine.close()
     # one template for every budget and slot, whatever the number of layers
