@@ -2,10 +2,10 @@
 
 This file is the schedule. Weights arrive (``feed``), a layer runs on a micro-batch (``one_layer``), gradients leave (``drain``);
 there is no stream, no event and no counter of slots here. Every unit is fed once on the way up and once on the way down, whatever
-the number of micro-batches, and each gradient is summed in fp32 on the device before it travels; ends, and layers of many experts,
-may be fed in parts instead. The last layers may turn with the head: they are held, and each micro-batch goes up and down through all of them before
-the next one comes, so that what they keep is there for one micro-batch at a time, and nothing is fed twice. The way down ends
-at the lowest unit that is trained: layers below it leave no graph, and are not fed again.
+the number of micro-batches, and each gradient is summed in fp32 on the device before it travels; ends, and layers of many
+experts, may be fed in parts instead. The last layers may turn with the head: they are held, and each micro-batch goes up and down
+through all of them before the next one comes, so that what they keep is there for one micro-batch at a time, and nothing is fed
+twice. The way down ends at the lowest unit that is trained: layers below it leave no graph, and are not fed again.
 """
 
 from __future__ import annotations

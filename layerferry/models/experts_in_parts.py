@@ -151,10 +151,10 @@ class ExpertsTap:
         shapes = [tuple(tensor.shape) for tensor in given if isinstance(tensor, Tensor)]
         if not (len(given) == len(shapes) == 3 and len(shapes[0]) == len(shapes[1]) == 2 and shapes[1] == shapes[2]):
             raise ModelRefused(f"{self._name}: called with {shapes}, not hidden, index, weights: expert_parts: 1 feeds it whole")
-        if self._calls > 1:
-            raise ModelRefused(f"{self._name}: runs twice in a layer: expert_parts: 1 feeds it whole")
         hidden, index, weights = given
         if self._asked is not None:
+            if self._asked:
+                raise ModelRefused(f"{self._name}: runs twice in a layer: expert_parts: 1 feeds it whole")
             # copies: what comes after may change them in place
             self._asked.append(Asked(hidden.detach().clone(), index.clone(), weights.detach().clone(), self._num_experts))
             return torch.zeros_like(hidden)
