@@ -198,6 +198,8 @@ class Pins:
     num_slabs: int | None = None
     end_parts: int | None = None
     """Parts in which embedding and head travel, so that they need not fit the device whole."""
+    expert_parts: int | None = None
+    """Parts in which a layer's stacked experts travel, so that no layer need fit the device whole."""
     chunk_tokens: int | None = None
     """Tokens whose logits exist at the same time."""
     compile: bool | None = None

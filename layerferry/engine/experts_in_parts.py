@@ -35,6 +35,10 @@ from layerferry.models.skeleton import Skeleton
 from layerferry.plan import Plan
 from layerferry.units import Part, Piece, Unit
 
+WHOLE_LAYERS = ("mlp_chunk_tokens", "kept_attention", "turn_layers", "richer_layers")
+"""Fields of a plan that need layers which are there whole."""
+IN_PARTS = "with expert_parts every layer is computed again, in parts"
+
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
@@ -201,8 +205,6 @@ def refuse_undividable_layers(skeleton: Skeleton, plan: Plan) -> None:
     if (reason := skeleton.undividable_layers) is not None:
         kind = skeleton.config.model_type
         raise PlanError(f"expert_parts: {plan.expert_parts}: {kind}: {reason}: expert_parts: 1 feeds its layers whole")
-    for name in ("mlp_chunk_tokens", "kept_attention", "turn_layers", "richer_layers"):
-        if getattr(plan, name):
-            raise PlanError(
-                f"{name}: {getattr(plan, name)}: with expert_parts every layer is computed again, in parts; leave one of them out"
-            )
+    for name in WHOLE_LAYERS:
+        if value := getattr(plan, name):
+            raise PlanError(f"{name}: {value}: {IN_PARTS}; leave one of them out")

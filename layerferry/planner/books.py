@@ -85,6 +85,8 @@ class Books:
             return self._pinned_home
         if self._one_memory:
             return 0
+        if choice.expert_parts > 1:
+            return min(self._fewest_at_home(choice._replace(expert_parts=1)), self._most_at_home(choice))
         planes, most = self._weights[choice.carry_fp32].planes, self._disk.most_home
         needed = planes[-1] + self._inputs_of(choice).host_bytes - self._host
 
@@ -93,6 +95,10 @@ class Books:
 
         least = 0 if self._disk.is_there else bisect_left(planes, needed)  # of planes alone
         return next(filter(enough, range(least, most)), most)
+
+    def _most_at_home(self, choice: Choice) -> int:
+        """Where experts travel in parts no layer is at home, for there it would be whole."""
+        return min(self._disk.most_home, 1) if choice.expert_parts > 1 else self._disk.most_home
 
     # ---------------------------------------------------------------- bytes
 
@@ -199,7 +205,7 @@ class Books:
             yield count - _most(has_room, 0, count - 1)
 
     def _at_home(self, choice: Choice) -> tuple[Choice, int]:
-        fewest, most = self._fewest_at_home(choice), self._disk.most_home
+        fewest, most = self._fewest_at_home(choice), self._most_at_home(choice)
         beside = self._beside_planes(choice, whole=fewest == self._units)
         short = self._short_with(choice, fewest, beside)
         if self._question.machine.is_cpu or self._pinned_home is not None:
@@ -220,7 +226,8 @@ class Books:
         travelling = self._weights[False].layers[-1] - self._weights[False].layers[home]
         slots = choice.num_slots if "num_slots" in self._question.pins else max(min(choice.num_slots, travelling), 1)
         parts = choice.end_parts if "end_parts" in self._question.pins or home < self._units else 1
-        return choice._replace(home=home, num_slots=slots, end_parts=parts, on_disk=())
+        experts = choice.expert_parts if "expert_parts" in self._question.pins or travelling else 1
+        return choice._replace(home=home, num_slots=slots, end_parts=parts, expert_parts=experts, on_disk=())
 
     def _on_disk(self, home: int, host: int, device: int) -> tuple[int, ...]:
         """What must go to the disk where ``host`` and ``device`` bytes are needed without one."""
@@ -239,7 +246,7 @@ class Books:
     def least_short(self, choice: Choice, *, may_fill: bool = False) -> int:
         """Bytes that are missing, wherever units live and in whatever slots they land. ``may_fill``: and with any number of
         inputs @host, so of the device alone, where none or all take fewest."""
-        key = (*choice.cut, *choice.computed, choice.end_parts, choice.host_inputs, may_fill)
+        key = (*choice.cut, *choice.computed, choice.end_parts, choice.expert_parts, choice.host_inputs, may_fill)
         if key not in self._least_short:
             several = (choice, choice._replace(host_inputs=self._question.model.num_layers)) if may_fill else (choice,)
             beside = [self._beside_planes(one, whole=whole) for one in several for whole in (False, True)]
@@ -277,7 +284,7 @@ class Books:
     def _planes_and_buffers(self, choice: Choice, home: int) -> tuple[int, int]:
         sums = (choice.num_waves > 1, choice.resident_gradients, choice.carry_fp32)
         turning = (choice.turn_layers, choice.host_inputs if choice.turn_layers else 0)
-        key = (home, choice.num_slots, choice.num_slabs, choice.end_parts, *sums, *turning)
+        key = (home, choice.num_slots, choice.num_slabs, choice.end_parts, choice.expert_parts, *sums, *turning)
         if key not in self._fixed:
             weights, own = self._weights[choice.carry_fp32], self._in_memory(choice, home)
             table = buffers(self._question.model, self._specs[choice.carry_fp32], own.on(Plan()))
@@ -301,9 +308,9 @@ class Books:
 
     def _activations_of(self, choice: Choice, *, whole: bool) -> int:
         several = choice.richer_budget if choice.richer_layers else 0.0
-        again = choice.host_inputs > 0 or choice.mlp_chunk_tokens > 0 or choice.turn_layers > 0
+        again = choice.host_inputs > 0 or choice.mlp_chunk_tokens > 0 or choice.turn_layers > 0 or choice.expert_parts > 1
         parts = 1 if whole else choice.end_parts  # units go home from the prologue on: the head is the last, and whole there
-        of_micro_batch = (choice.micro_batch_rows, *choice.computed, several, parts, again)
+        of_micro_batch = (choice.micro_batch_rows, *choice.computed, several, parts, choice.expert_parts, again)
         key = (*of_micro_batch, *choice.cut, whole, choice.richer_layers, *choice.in_layers)
         if key not in self._activations:
             question = self._question
@@ -319,7 +326,7 @@ class Books:
 
     def _in_layers_of(self, plan: Plan, working: Working) -> InLayers:
         """The same for all ways of cutting the head and its logits."""
-        of_layers = (working.layers, working.others, working.router_gradients, plan.mlp_chunk_tokens)
+        of_layers = (working.layers, working.others, working.router_gradients, plan.mlp_chunk_tokens, plan.expert_parts)
         kept = (plan.activation_budget, plan.richer_layers, plan.richer_budget, plan.host_inputs, plan.kept_attention)
         key = (plan.micro_batch_rows, plan.num_waves, plan.first_wave, plan.turn_layers, *kept, *of_layers)
         if key not in self._in_layers:
@@ -361,7 +368,8 @@ class Books:
 
     def _compute_of(self, choice: Choice) -> tuple[float, float]:
         """(all micro-batches, the forward of one through the layers)."""
-        in_parts = (choice.end_parts if not choice.home else 1, 1 if choice.home == self._units else choice.end_parts)
+        of_ends = (choice.end_parts if not choice.home else 1, 1 if choice.home == self._units else choice.end_parts)
+        in_parts = (*of_ends, choice.expert_parts)
         richer = (choice.richer_budget, choice.richer_layers)
         key = (choice.micro_batch_rows, *choice.computed, *choice.in_layers, *richer, *in_parts)
         if key not in self._paces:

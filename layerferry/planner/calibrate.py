@@ -68,6 +68,8 @@ def measurer(skeleton: Skeleton, backend: Backend) -> Callable[[Plan, Shape], Wo
         return None
 
     def measure(plan: Plan, shape: Shape) -> Working | None:
+        if plan.expert_parts > 1:
+            return None  # its layers have no room here to be measured whole
         path = cache_file(skeleton, backend, plan, shape)
         known = _read(path)
         if known is None:

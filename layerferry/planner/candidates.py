@@ -41,6 +41,8 @@ BUFFERS = (*CPU_BUFFERS, (4, 2), (6, 2), (ALL, 2))
 """(layer slots, slabs): enough for upload, compute and download at once; the least that still overlaps anything; more."""
 PARTS = 16
 """Parts of the ends that every combination is tried with: small ones cost hardly more than large ones."""
+EXPERT_PARTS = (4, 16)
+"""Parts of a layer's experts that are tried where nothing fits without: more cost time, and save less each time."""
 WORTH_PARTS = 0.1
 """Share of the device that whole ends' buffers must take for parts to be tried where something fits: beyond, ends go home."""
 
@@ -49,6 +51,9 @@ def choices(question: Problem) -> Iterator[Choice]:
     """Everything that is considered, without units at home; of equals the first is taken."""
     pins, shape = question.pins, question.shape
     budgets: tuple[float, ...] = BUDGETS if question.compiles else (1.0, 0.0)
+    expert_parts = pins.expert_parts or 1
+    if expert_parts > 1:
+        budgets = (_free_budget(question),)  # every layer is computed again
     if pins.activation_budget is not None:
         budgets = (pins.activation_budget,)
     every = question.model.num_layers
@@ -65,6 +70,7 @@ def choices(question: Problem) -> Iterator[Choice]:
                 own = (rows, waves, budget, chunk, slots, slabs, resident, carry, parts)
                 choice = Choice(
                     *own,
+                    expert_parts=expert_parts,
                     host_inputs=inputs,
                     kept_attention=attention,
                     mlp_chunk_tokens=pins.mlp_chunk_tokens or 0,
@@ -74,26 +80,28 @@ def choices(question: Problem) -> Iterator[Choice]:
                 if budget == max(budgets) and may_travel:
                     again = choice if "activation_budget" in pins else choice._replace(activation_budget=_free_budget(question))
                     yield from _with_richer(question, again._replace(host_inputs=every))
-                    if shape.row_tokens > LONG_ROW and pins.mlp_chunk_tokens != 0 and not favours(pins):
+                    if shape.row_tokens > LONG_ROW and pins.mlp_chunk_tokens != 0 and not favours(pins) and expert_parts == 1:
                         again = again._replace(mlp_chunk_tokens=pins.mlp_chunk_tokens or MLP_CHUNK)
                         yield from (again._replace(host_inputs=one) for one in range(every + 1))
 
 
 def last_resort(question: Problem, queue: Sequence[object]) -> Iterator[Choice]:
     """Where nothing has fitted by the time that these are asked for: ends in parts, however small they are; then token-wise
-    parts in small chunks."""
+    parts in small chunks; then layers whose experts travel in parts."""
     pins = question.pins
     parted = [replace(pins, end_parts=PARTS)] if _may_part(question) and PARTS not in _parts_choices(question) else []
     for further in parted:
         if not queue:
             yield from choices(replace(question, pins=further))
-    if not _may_travel(question) or pins.mlp_chunk_tokens is not None or favours(pins):
-        return
-    for further in (pins, *parted):
+    chunks = _may_travel(question) and pins.mlp_chunk_tokens is None and not favours(pins)
+    for further in (pins, *parted) if chunks else ():
         if not queue:
             chunked = choices(replace(question, pins=replace(further, mlp_chunk_tokens=SMALL_MLP_CHUNK)))
             # each layer is computed again anyway: of what it keeps, only inputs are a choice
             yield from (choice for choice in chunked if choice.host_inputs or not choice.activation_budget)
+    for further, experts in product((pins, *parted), EXPERT_PARTS) if _may_divide(question) else ():
+        if not queue:
+            yield from choices(replace(question, pins=replace(further, expert_parts=experts)))
 
 
 def leanest(question: Problem) -> Iterator[Problem]:
@@ -126,7 +134,7 @@ def _with_richer(question: Problem, choice: Choice) -> Iterator[Choice]:
         yield choice._replace(turns=True, before_home=True)
         return
     yield choice
-    rebuilt = choice.mlp_chunk_tokens or choice.kept_attention
+    rebuilt = choice.mlp_chunk_tokens or choice.kept_attention or choice.expert_parts > 1
     fixed = pins.richer_layers == 0 or (pins.activation_budget is not None and pins.richer_budget is None)
     if not rebuilt and not fixed and (choice.host_inputs or richer > choice.activation_budget):
         yield choice._replace(richer_budget=richer)
@@ -192,6 +200,13 @@ def _parts_choices(question: Problem) -> list[int]:
 def _may_part(question: Problem) -> bool:
     """Whether the ends may travel in parts unasked; layers turn with a head that is there whole."""
     return question.pins.end_parts is None and not question.pins.turn_layers and question.model.undividable is None
+
+
+def _may_divide(question: Problem) -> bool:
+    """Whether a layer's experts may travel in parts unasked: nothing is asked for that needs whole layers."""
+    pins = question.pins
+    whole = favours(pins) or pins.mlp_chunk_tokens or pins.kept_attention or (pins.device_units or 0) > 1
+    return pins.expert_parts is None and question.model.undividable_layers is None and not whole
 
 
 def _row_choices(question: Problem) -> list[int]:

@@ -25,6 +25,7 @@ class Choice(NamedTuple):
     resident_gradients: bool
     carry_fp32: bool
     end_parts: int = 1
+    expert_parts: int = 1
     richer_layers: int = 0
     host_inputs: int = 0
     on_disk: tuple[int, ...] = ()

@@ -12,7 +12,7 @@ whole measured steps of other shapes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +21,7 @@ from layerferry.planner.facts import Model
 from layerferry.planner.flops import FORWARD_SHARE
 from layerferry.planner.machine import Machine
 from layerferry.planner.working import Shape, tokens_of
+from layerferry.units import divide
 
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.8, 0.56
 """Of the rate of matrix products at which attention runs, by the FLOPs of ``flops.py``: cuDNN's kernels reach 440 to 635 TFLOP/s
@@ -52,6 +53,9 @@ PART_LOGIT_PASSES = (3, 6)
 PART_BYTES = (8, 24, 8)
 """Moved for every element of the hidden states and part: rows picked from an embedding in parts, rows added to its sum, and the
 fp32 sum of what a head in parts gives back."""
+EXPERT_PART_BYTES = 64
+"""Moved for every element of the hidden states, part and pass: for each of some four choices, what a part gives is gathered and
+added to an fp32 sum. An estimate."""
 PART_OVERHEAD_S = 1.0e-4
 """Of every part, micro-batch and pass: a dozen launches."""
 CPU_SHARE, CPU_REBUILD = 0.6, 4 / 3
@@ -83,15 +87,31 @@ def layer_paces(model: Model, plan: Plan, shape: Shape, machine: Machine) -> lis
     """(forward, backward) seconds of one micro-batch in every layer, each under its own budget; one that is computed again has a
     second forward in its backward, one below everything that is trained has none."""
     by_budget = {level.activation_budget: pace(model, level, shape, machine) for level in plan.levels}
+    bare = replace(plan.levels[0], compile=False, activation_budget=1.0)
+    divided = {
+        number: _in_parts(model, bare, shape, machine, number)
+        for number in range(len(model.kept))
+        if model.is_divided(number, plan)
+    }
     found, again = [], plan.num_rebuilt(model.num_layers)
     for index, (budget, behaviour) in enumerate(zip(plan.layer_budgets(model.num_layers), model.behaviours, strict=True)):
         own = by_budget[budget]
-        forward, backward = own.layers[behaviour]
-        if index < again:
+        forward, backward = divided.get(behaviour) or own.layers[behaviour]
+        if index < again and behaviour not in divided:
             backward += forward - (own.attention if index >= model.num_layers - plan.kept_attention else 0.0)
             backward += own.inner[behaviour] if plan.mlp_chunk_tokens else 0.0
         found.append((forward, backward if index >= model.num_below else 0.0))
     return found
+
+
+def _in_parts(model: Model, plan: Plan, shape: Shape, machine: Machine, number: int) -> tuple[float, float]:
+    """(forward, backward) of a layer whose experts travel in parts: up, its body runs twice; down, the body three times and the
+    experts twice before the backward of either. Nothing is compiled."""
+    forward, backward = pace(model, plan, shape, machine).layers[number]
+    body = forward * model.body_share(number)
+    parts, moved_s = len(divide(model.kinds[number], plan.expert_parts)) - 1, 1.0 / machine.device_bytes_per_s.value
+    passing = parts * (tokens_of(plan, shape) * model.hidden_size * EXPERT_PART_BYTES * moved_s + PART_OVERHEAD_S)
+    return forward + body + passing, 2 * forward + body + backward + 2 * passing
 
 
 def pace(model: Model, plan: Plan, shape: Shape, machine: Machine) -> Pace:

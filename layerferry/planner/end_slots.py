@@ -1,8 +1,8 @@
-"""The slots of embedding and head, filled in the order in which ``engine/feed.py`` fills them: what is uploaded, and when.
+"""The slots of parts, filled in the order in which ``engine/feed.py`` fills them: what is uploaded, and when.
 
-Layers are used in an order so regular that their uploads have a closed form; parts of the ends are used first to last and last
-to first, and what the slots still hold at each turn is found by playing it. Checked by ``tests/planner/test_time.py`` against
-the engine's own feed.
+Layers are used in an order so regular that their uploads have a closed form; parts of the ends, and of layers' experts, are used
+first to last and last to first, and what the slots still hold at each turn is found by playing it. Checked by
+``tests/planner/test_time.py`` against the engine's own feed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _EndSlot:
 
 
 class EndSlots:
-    """The slots of the ends, filled in the order in which ``engine/feed.py`` fills them."""
+    """Slots of one kind, filled in the order in which ``engine/feed.py`` fills them."""
 
     def __init__(self, count: int) -> None:
         self._slots = [_EndSlot() for _ in range(count)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from layerferry.plan import Plan
 from layerferry.planner.facts import Kept, Model
 from layerferry.planner.working import LayerBytes, Shape, Working, tokens_of
+from layerferry.units import divide
 
 TRANSIENT_ACTIVATIONS = 3
 """Widest activations alive at once beside what is kept: estimate, gate and up projections and their product."""
@@ -26,6 +27,9 @@ def estimate(model: Model, plan: Plan, shape: Shape) -> Working:
     tokens = tokens_of(plan, shape)
     layers = []
     for number, kept in enumerate(model.kept):
+        if model.is_divided(number, plan):
+            layers.append(_in_parts(model, plan, shape, number))
+            continue
         chunk, rows = plan.mlp_chunk_tokens, tokens // max(shape.row_tokens, 1)
 
         def per_token(budget: float, kept: Kept = kept) -> float:
@@ -47,6 +51,26 @@ def estimate(model: Model, plan: Plan, shape: Shape) -> Working:
         head_peak=_head_bytes(model, plan, shape),
         head_kept=_head_kept(model, plan, shape),
         evaluation_peak=min(plan.chunk_tokens, tokens) * model.head_rows(plan) * (4 + 4 + model.compute_bytes),
+    )
+
+
+def _in_parts(model: Model, plan: Plan, shape: Shape, number: int) -> LayerBytes:
+    """Of a layer whose experts travel in parts, whose input is kept elsewhere: nothing is compiled, and of its parameters'
+    gradients the largest piece's are there in one piece. A router may send all tokens to one part."""
+    tokens, kept = tokens_of(plan, shape), model.kept[number]
+    full = tokens * kept.per_token(shape.row_tokens, 1.0, compiled=False, boundary=model.boundary)
+    transient = TRANSIENT_ACTIVATIONS * kept.largest * tokens
+    gradients = max(piece.num_trained for piece in divide(model.kinds[number], plan.expert_parts)) * model.compute_bytes
+    wide = model.hidden_size * 4
+    # up: what is asked, and the sums of the answers; down: an input that came from the host, what is asked, the answers, their
+    # slopes, and the sums of what goes back
+    up, down = model.boundary + wide, 4 * model.boundary + wide
+    return LayerBytes(
+        kept=tokens * model.boundary,
+        forward_peak=int(full + transient),
+        backward_peak=int(full + transient + tokens * model.boundary + gradients),
+        waiting_up=tokens * up,
+        waiting_down=tokens * down,
     )
 
 

@@ -31,8 +31,8 @@ from layerferry.models.skeleton import Skeleton
 from layerferry.models.stack import LayerCall
 from layerferry.models.token_wise import has_inner_width
 from layerferry.plan import Plan
-from layerferry.planner.flops import Flops
-from layerferry.units import Part, Piece, Unit
+from layerferry.planner.flops import Flops, chosen_share
+from layerferry.units import Part, Piece, Unit, divide
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +92,10 @@ class Model:
     has_linear_head: bool
     undividable: str | None
     """Why the ends can only be fed whole; None where they can be fed in parts."""
+    undividable_layers: str | None
+    """The same of layers."""
+    chosen_share: float
+    """Of a layer's experts, what a token is given to."""
     num_below: int = 0
     """Layers below everything that is trained: no graph, no backward."""
     attention_bytes: int = 0
@@ -141,6 +145,16 @@ class Model:
             else max(len(rows) for part in head if isinstance(part, Part) for rows in part.rows.values())
         )
 
+    def is_divided(self, number: int, plan: Plan) -> bool:
+        """Whether layers of behaviour ``number`` travel in parts, where they travel."""
+        return len(divide(self.kinds[number], plan.expert_parts)) > 1
+
+    def body_share(self, number: int) -> float:
+        """Of a token's way through a layer of behaviour ``number``, what is no expert."""
+        unit = self.kinds[number]
+        experts = sum(unit.layout.by_name[name].numel for name in unit.tables)
+        return (unit.numel - experts) / (unit.numel - experts + self.chosen_share * experts)
+
     @property
     def boundary(self) -> int:
         """Bytes per token of hidden states."""
@@ -170,6 +184,8 @@ class Model:
             isolated_mask_bytes=compute_bytes if eager else 1,
             has_linear_head=skeleton.head is not None,
             undividable=skeleton.undividable,
+            undividable_layers=skeleton.undividable_layers,
+            chosen_share=chosen_share(skeleton.config.get_text_config()),
             num_below=skeleton.reach.num_below,
             attention_bytes=_attention_bytes(skeleton, compute_bytes) if skeleton.has_varlen else 0,
         )

@@ -102,8 +102,11 @@ def active_matmul_params(layer: nn.Module, text_config: Any, *, frozen_only: boo
 
 def _active_share(name: str, text_config: Any) -> float:
     """1, or the chosen share of the experts for a parameter that belongs to them."""
-    if "experts" not in name.split("."):
-        return 1.0
+    return chosen_share(text_config) if "experts" in name.split(".") else 1.0
+
+
+def chosen_share(text_config: Any) -> float:
+    """Of a layer's experts, what a token is given to; 1.0 where nothing is chosen."""
     chosen = getattr(text_config, "num_experts_per_tok", None) or getattr(text_config, "top_k_experts", None)
     for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
         if chosen and (count := getattr(text_config, key, None)):

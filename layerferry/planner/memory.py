@@ -21,7 +21,7 @@ layers, D hidden):
 - layers whose inputs are @host (the first ones) keep nothing but router logits. Going up, the M micro-batches have one hidden
   state each, and those on their way down (``LEAVING``) are held beside them; the last such layer's outputs are the next one's
   inputs and stay, or are the head's and go with it. Going down, one micro-batch's whole graph is there with its transients,
-  beside the landings;
+  beside the landings. Where a layer's experts travel in parts, all M micro-batches hold besides what those are asked and answer;
 - layers that turn with the head keep nothing for the others' phases. At the turn one micro-batch's graphs of them all are there
   beside what the others keep, head and loss on top; where no layer below keeps anything, gradients take the place of inputs;
 - the prologue's backward and the drains' casts are smaller than any of these and are not counted.
@@ -220,8 +220,9 @@ def _phases(layers: list[LayerBytes], again: list[int], total: int, gradients: i
     below, forward, rebuilt = 0, 0, -everything
     for stays, layer in zip(again, first, strict=True):
         below += total * stays
-        forward = max(forward, below + layer.forward_peak - everything)
-        rebuilt = max(rebuilt, below + max(layer.forward_peak, layer.kept + layer.backward_peak) - everything)
+        forward = max(forward, below + total * layer.waiting_up + layer.forward_peak - everything)
+        graph = max(layer.forward_peak, layer.kept + layer.backward_peak)
+        rebuilt = max(rebuilt, below + total * layer.waiting_down + graph - everything)
     backward = -everything
     for layer in others:
         kept = layer.kept

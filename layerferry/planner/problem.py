@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from statistics import geometric_mean
 
 from layerferry.config import Config, EngineConfig, Pins
+from layerferry.engine.experts_in_parts import IN_PARTS, WHOLE_LAYERS
 from layerferry.errors import PlanError
 from layerferry.layout import PlaneSpec, round_up
 from layerferry.plan import Plan, Seconds
@@ -37,9 +38,9 @@ tenth faster than one in the middle of a step; the constants are fitted to whole
 ROW_MULTIPLE = 8
 """Rows are padded to a multiple of this many tokens (data/batches.py)."""
 
-Key = tuple[float, int, int, bool, int, int]
-"""(activation budget, rows, chunk tokens, compiled, parts of the ends, tokens of an MLP's chunk): what a measurement of
-activations depends on."""
+Key = tuple[float, int, int, bool, int, int, int]
+"""(activation budget, rows, chunk tokens, compiled, parts of the ends, of experts, tokens of an MLP's chunk): what a measurement
+of activations depends on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ class Problem:
 
     def _level(self, key: Key) -> Plan:
         """The layers' part of the plan that ``key`` is the key of."""
-        budget, rows, chunk, compiled, parts, inner = key
+        budget, rows, chunk, compiled, parts, experts, inner = key
         return Plan(
             fp32=self.fp32,
             activation_budget=budget,
@@ -83,6 +84,7 @@ class Problem:
             chunk_tokens=chunk,
             compile=compiled,
             end_parts=parts,
+            expert_parts=experts,
             mlp_chunk_tokens=inner,
             row_tokens=self.shape.row_tokens,
             rows_per_step=self.shape.rows_per_step,
@@ -116,15 +118,16 @@ class Problem:
         """The estimate; where the same budget was measured for other rows, chunks or parts, times what that estimate was off."""
         guess = estimate(self.model, plan, self.shape)
         for key, measured in self.measured.items():
-            budget, _, _, compiled, _, inner = key
-            if (budget, compiled, inner) == (plan.activation_budget, plan.compile, plan.mlp_chunk_tokens):
+            budget, _, _, compiled, _, experts, inner = key
+            own = (plan.activation_budget, plan.compile, plan.expert_parts, plan.mlp_chunk_tokens)
+            if (budget, compiled, experts, inner) == own:
                 return guess.times(measured, estimate(self.model, self._level(key), self.shape))
         return guess
 
 
 def key_of(plan: Plan) -> Key:
     own = (plan.activation_budget, plan.micro_batch_rows, plan.chunk_tokens, plan.compile)
-    return (*own, plan.end_parts, plan.mlp_chunk_tokens)
+    return (*own, plan.end_parts, plan.expert_parts, plan.mlp_chunk_tokens)
 
 
 def problem(model: Model, specs: Mapping[str, PlaneSpec], machine: Machine, config: Config, row_tokens: int) -> Problem:
@@ -132,6 +135,10 @@ def problem(model: Model, specs: Mapping[str, PlaneSpec], machine: Machine, conf
     pinned = config.engine.end_parts or 1
     if pinned > 1 and model.undividable is not None:
         raise PlanError(f"end_parts: {pinned}: {model.name}: {model.undividable}: end_parts: 1 feeds the ends whole")
+    pinned = config.engine.expert_parts or 1
+    if pinned > 1 and model.undividable_layers is not None:
+        reason = f"{model.name}: {model.undividable_layers}: expert_parts: 1 feeds its layers whole"
+        raise PlanError(f"expert_parts: {pinned}: {reason}")
     if config.engine.disk_units and not config.engine.disk_memory:
         raise PlanError(f"disk_units: {config.engine.disk_units}: set disk_memory too: the bytes of the disk that may be taken")
     _refuse_contradictions(config.engine, len(model.units))
@@ -173,6 +180,8 @@ def _refuse_contradictions(engine: EngineConfig, num_units: int) -> None:
             f"device_units: {at_home} and disk_units: {on_disk} are more than the model's {num_units} units: "
             "state lives in one place"
         )
+    if (engine.expert_parts or 1) > 1:
+        _refuse_whole_layers(engine)
     again = next((name for name in ("mlp_chunk_tokens", "kept_attention") if getattr(engine, name)), None)
     if engine.richer_layers and again is not None:
         raise PlanError(
@@ -200,6 +209,18 @@ def _refuse_contradictions(engine: EngineConfig, num_units: int) -> None:
         )
     if engine.resident_gradients and engine.carry_fp32:
         raise PlanError("carry_fp32: true: with resident_gradients: true no gradients are carried; leave one of them out")
+
+
+def _refuse_whole_layers(engine: EngineConfig) -> None:
+    """What needs layers that are there whole, where experts travel in parts."""
+    if at_home := max((engine.device_units or 0) - 1, 0):
+        raise PlanError(
+            f"device_units: {engine.device_units}: {at_home} layers at home are whole, and expert_parts: {engine.expert_parts} cuts "
+            "them; leave one of them out"
+        )
+    for name in WHOLE_LAYERS:
+        if value := getattr(engine, name):
+            raise PlanError(f"{name}: {value}: {IN_PARTS}; leave one of them out")
 
 
 def unkept(pins: Pins, plan: Plan) -> dict[str, tuple[float, float]]:

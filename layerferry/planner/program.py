@@ -27,6 +27,8 @@ class Piece:
     """Lives @device: neither update nor copies."""
     trained: bool = True
     """False: neither update nor gradient."""
+    upload_again: float = 0.0
+    """Of a layer whose experts travel in parts: what comes a second time on the way down."""
     input_down: float = 0.0
     """Download of one micro-batch's input; 0: it stays @device."""
     input_up: float = 0.0
@@ -69,6 +71,8 @@ class Program:
     """Of the last layers, which turn with the head."""
     num_below: int = 0
     """Layers that the backward does not come to."""
+    in_parts: bool = False
+    """Layers' experts travel in parts: next to nothing of a layer stays in its slots for its next use."""
     on_arrival: bool = False
     """Updates begin when gradients are @host, and gradients wait for a free buffer there."""
     home_step_s: float = 0.0

@@ -165,6 +165,7 @@ def _choices(plan: Plan, pins: Pins) -> str:
         ("num_slots", str(plan.num_slots), "device buffers for layer weights that travel"),
         ("num_slabs", str(plan.num_slabs), "device buffers that gradients leave from"),
         ("end_parts", str(plan.end_parts), _parts(plan)),
+        *([("expert_parts", str(plan.expert_parts), "layers of experts travel in parts")] if plan.expert_parts > 1 else []),
         ("compile", value_text(plan.compile), "torch.compile" if plan.compile else "eager"),
         ("optimizer_threads", str(plan.optimizer_threads), "AdamW on the CPU, beside the next forward"),
         ("chunk_tokens", str(plan.chunk_tokens), "tokens whose logits exist at once"),

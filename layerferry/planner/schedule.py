@@ -12,6 +12,8 @@ Kept inputs go down and come back micro-batch by micro-batch, at most ``LEAVING`
 slower of compute and copies sets the pace.
 Of layers that turn with the head the first micro-batch waits for the updates, one layer's forward after the other, and in its
 backward for gradients that are carried on; the last one's backward is what their gradients travel behind.
+Layers whose experts travel in parts are played as if they were whole, in two slots of which nothing stays, and the experts come
+twice on the way down: over a layer, the slower of compute and copies sets the pace there too.
 Ends in parts share two slots, which ``EndSlots`` fills as the feed does. The disk is a lane of its own (``disk_lane.py``), and a
 step is not over before the ring is as full as the next one finds it.
 
@@ -173,6 +175,9 @@ class _Run:
                 self._send_up(coming.popleft(), after=self.compute)
             place += 1
         self._let_go()
+        if self.program.in_parts:
+            for unit in reversed(travelling[max(self.below, len(travelling) - slots) :]):
+                self._send_up(unit, after=self.compute, down=True)
         self._expect_inputs()
         if carry:
             self._expect()
@@ -193,7 +198,7 @@ class _Run:
             self._backward(layer, own)
             self._send_down(index, last=last)
             if place - slots >= self.below:
-                self._send_up(travelling[place - slots], after=self.compute)
+                self._send_up(travelling[place - slots], after=self.compute, down=True)
         for unit in self.first:
             if not self.program.tied:
                 self._take_up(unit, carry=carry)
@@ -238,7 +243,7 @@ class _Run:
         home = {"prologue_home": self.program.prologue[0].home, "head_home": self.piece(self.head[0]).home}
         uses = uses_of_ends(len(self.first), len(self.head), tied=self.program.tied, **home)
         self._begin_uploads(self.end_slots.expect(uses))
-        if not first and not self.below:
+        if not first and not self.below and not self.program.in_parts:
             return deque(self.travelling[self.num_slots :])
         coming = self.travelling if first else self.travelling[: self._missed_after_a_wave()]
         for unit in coming[: self.num_slots]:
@@ -248,6 +253,8 @@ class _Run:
     def _missed_after_a_wave(self) -> int:
         """Uploads of a later wave's forward where layers lie below the backward (``time.layer_uploads``)."""
         count = len(self.travelling)
+        if self.program.in_parts:
+            return count
         missed_below = max(count - self.below - self.num_slots, 0)
         return min(count, 2 * max(count - self.num_slots, 0) - missed_below)
 
@@ -312,10 +319,12 @@ class _Run:
             else:
                 self.found.copies += missing
 
-    def _send_up(self, unit: int, *, after: float) -> None:
+    def _send_up(self, unit: int, *, after: float, down: bool = False) -> None:
+        """``down``: for the backward."""
         piece = self.piece(unit)
         if not piece.home:
-            self.upload = max(self.upload, after, self.updated.get(unit, 0.0)) + piece.upload
+            own = piece.upload + (piece.upload_again if down else 0.0)
+            self.upload = max(self.upload, after, self.updated.get(unit, 0.0)) + own
             self.arrived[unit] = self.upload
 
     def _expect(self) -> None:

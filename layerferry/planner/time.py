@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from layerferry.engine.sizes import PART_BUFFERS
+from layerferry.engine.sizes import PART_BUFFERS, pieces_of
 from layerferry.layout import GRAD, WEIGHT, PlaneSpec
 from layerferry.plan import Plan, Seconds
 from layerferry.planner import compute
@@ -147,23 +147,30 @@ def program(model: Model, specs: Mapping[str, PlaneSpec], plan: Plan, shape: Sha
         shares = [piece(one.index, forward, backward, one.layout.numel / one.unit.numel) for one in pieces]
         return [replace(share, trained=one.num_trained > 0) for share, one in zip(shares, pieces, strict=True)]
 
-    layers, paces = [unit.index for unit in model.units if unit.is_layer], compute.layer_paces(model, plan, shape, machine)
+    def layer(unit: Unit, forward: float, backward: float, *, travels: bool) -> Piece:
+        """Experts that travel in parts come twice on the way down."""
+        own, (body, *parts) = piece(unit.index, forward, backward, travels=travels), pieces_of(unit, plan)
+        return replace(own, upload_again=own.upload * (1 - body.layout.numel / unit.numel)) if parts else own
+
+    in_parts = any(len(pieces_of(unit, plan)) > 1 for unit in model.layer_units)
+    paces = compute.layer_paces(model, plan, shape, machine)
     first, last = model.pieces_of_ends(plan)
     return Program(
         prologue=end(first, *own.embedding),
         layers=[
-            piece(index, *both_ways, travels=model.num_below <= number < plan.host_inputs)
-            for number, (index, both_ways) in enumerate(zip(layers, paces, strict=True))
+            layer(unit, *both_ways, travels=model.num_below <= number < plan.host_inputs)
+            for number, (unit, both_ways) in enumerate(zip(model.layer_units, paces, strict=True))
         ],
         head=end(last, *((own.head, 0.0) if len(last) == 1 else (own.look, own.head - own.look))),
         tied=model.tied,
         waves=waves,
-        num_slots=plan.num_slots,
+        num_slots=PART_BUFFERS if in_parts else plan.num_slots,
         num_slabs=plan.num_slabs,
         resident_gradients=plan.resident_gradients,
         num_turning=model.num_layers - plan.first_turning(model.num_layers, model.num_below),
         num_below=model.num_below,
         on_arrival=plan.on_arrival,
+        in_parts=in_parts,
         home_step_s=compute.home_step_s(sum(model.units[index].num_trained for index in home), machine)
         + sum(orthogonal_s(model.units[index].layout, machine) for index in home),
     )
@@ -186,15 +193,10 @@ def travelling_below(model: Model, home: Collection[int]) -> int:
 def uploaded_bytes(model: Model, plan: Plan, specs: Mapping[str, PlaneSpec]) -> int:
     """Weight bytes that a step uploads; layers of unequal size count with their mean."""
     home = frozenset(plan.on_device)
-    travelling = [
-        (unit, num_bytes)
-        for unit, num_bytes in zip(model.units, unit_bytes(model, specs[WEIGHT]), strict=True)
-        if unit.index not in home
-    ]
-    layers = [num_bytes for unit, num_bytes in travelling if unit.is_layer]
+    layers = [pieces_of(unit, plan)[0].layout.bytes(specs[WEIGHT]) for unit in model.layer_units if unit.index not in home]
     uploads = layer_uploads(len(layers), travelling_below(model, home), plan.num_slots, plan.num_waves)
     in_layers = uploads * sum(layers) // max(len(layers), 1)
-    return in_layers + _uploaded_by_ends(model, plan, specs[WEIGHT])
+    return in_layers + _uploaded_by_ends(model, plan, specs[WEIGHT]) + _uploaded_by_experts(model, plan, specs[WEIGHT])
 
 
 def _uploaded_by_ends(model: Model, plan: Plan, spec: PlaneSpec) -> int:
@@ -204,7 +206,26 @@ def _uploaded_by_ends(model: Model, plan: Plan, spec: PlaneSpec) -> int:
     sizes |= {head_part(piece.number): piece.layout.bytes(spec) for piece in last}
     home = {"prologue_home": first[0].index in plan.on_device, "head_home": last[0].index in plan.on_device}
     uses = uses_of_ends(len(first), len(last), tied=model.tied, **home)
-    slots = EndSlots(PART_BUFFERS if max(len(first), len(last)) > 1 else 1)
+    return _uploaded(uses, sizes, plan, PART_BUFFERS if max(len(first), len(last)) > 1 else 1)
+
+
+def _uploaded_by_experts(model: Model, plan: Plan, spec: PlaneSpec) -> int:
+    """Of layers whose experts travel in parts."""
+    sizes: list[int] = []
+    by_layer = []
+    for unit in model.layer_units:
+        parts = pieces_of(unit, plan)[1:]
+        by_layer.append(range(len(sizes), len(sizes) + len(parts)))
+        sizes += [part.layout.bytes(spec) for part in parts]
+    uses = [number for own in by_layer for number in own]
+    for own in reversed(by_layer[model.num_below :]):
+        uses += [*own, *reversed(own)]
+    return _uploaded(uses, dict(enumerate(sizes)), plan, PART_BUFFERS)
+
+
+def _uploaded(uses: Sequence[int], sizes: Mapping[int, int], plan: Plan, num_slots: int) -> int:
+    """Bytes of all waves that ``uses`` of pieces of these ``sizes`` upload."""
+    slots = EndSlots(num_slots)
     by_wave = []
     for _ in range(min(plan.num_waves, 3)):
         begun = slots.expect(uses)

@@ -35,6 +35,9 @@ class LayerBytes:
     kept: int
     forward_peak: int
     backward_peak: int
+    waiting_up: int = 0
+    """Of experts in parts, what every micro-batch of the wave holds beside its input while they pass. So too on the way down."""
+    waiting_down: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +76,7 @@ class Working:
         by_budget = dict(levels)
         budgets = plan.layer_budgets(model.num_layers)
         layers = [by_budget[budget][behaviour] for budget, behaviour in zip(budgets, model.behaviours, strict=True)]
-        below = [LayerBytes(kept=0, forward_peak=one.forward_peak, backward_peak=0) for one in layers[: model.num_below]]
+        below = [replace(one, kept=0, backward_peak=0) for one in layers[: model.num_below]]
         return [*below, *layers[model.num_below :]]
 
     def times(self, measured: Working, estimated: Working) -> Working:

@@ -14,7 +14,7 @@ from typing import Any
 
 from layerferry.plan import Plan
 
-ROUNDING = ("micro_batch_rows", "chunk_tokens", "mlp_chunk_tokens", "end_parts", "carry_fp32", "compile")
+ROUNDING = ("micro_batch_rows", "chunk_tokens", "mlp_chunk_tokens", "end_parts", "expert_parts", "carry_fp32", "compile")
 """Fields of a plan, each a key of the configuration too, that change the last bits of a step (``reliability.md``)."""
 WAVES = ("num_waves", "first_wave", "resident_gradients", "device_units")
 """Those that do so together, where waves matter; what does not matter is left out."""

@@ -76,6 +76,27 @@ def test_store_and_engine_allocate_what_was_planned(
     assert all(item.exact for item in buffers)
 
 
+@pytest.mark.parametrize("fp32", [True, False])
+@pytest.mark.parametrize(("waves", "resident", "home"), [(1, False, ()), (2, False, (0,)), (2, True, ()), (1, False, (0, 1, 2))])
+def test_experts_in_parts_have_the_buffers_that_were_planned(
+    fp32: bool, waves: int, resident: bool, home: tuple[int, ...]
+) -> None:
+    """One layer is dense; two slots, slabs and landings of a part's size, and a sum."""
+    built = skeleton("qwen3_moe", num_experts=16, mlp_only_layers=[3], fp32=fp32)
+    plan = Plan(fp32=fp32, num_slots=2, num_slabs=1, micro_batch_rows=1, row_tokens=32, rows_per_step=4, on_device=home)
+    plan = replace(plan, resident_gradients=resident, num_waves=waves, expert_parts=4)
+    backend, own = CountingBackend(), plan_specs(specs(), plan)
+    planned = items(Model.of(built), specs(), plan, SHAPE)
+    store = Store(built.units, own, backend, on_device=home)
+    Engine(built, store, AdamW(kernels=ReferenceKernels()), backend, plan).close()
+    buffers = [i for i in planned if i.place == DEVICE and any(word in i.what for word in BUFFERS) and "working" not in i.what]
+    assert sum(item.num_bytes for item in buffers) == backend.device_bytes
+    part = divide(built.units[3], 4)[1].layout
+    of_experts = next(item.num_bytes for item in planned if "experts" in item.what)
+    landings = 2 if waves > 1 and not resident else 0
+    assert of_experts == 2 * part.bytes(own[WEIGHT]) + (2 + landings) * part.bytes(own[GRAD])
+
+
 @pytest.mark.parametrize("home", [(), (0, 1, 4)])
 @pytest.mark.parametrize(("waves", "resident", "inputs"), [(1, False, 0), (2, False, 2), (2, True, 0)])
 @pytest.mark.parametrize("turn", [1, 2, 9])

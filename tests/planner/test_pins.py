@@ -39,8 +39,8 @@ PINS: dict[str, Any] = {
 
 
 def test_every_pin_is_tried() -> None:
-    """That of the disk in test_disk.py: it needs one."""
-    assert PINS.keys() | {"disk_units"} == {field.name for field in fields(Pins)}
+    """That of the disk in test_disk.py: it needs one; that of experts in test_search.py."""
+    assert PINS.keys() | {"disk_units", "expert_parts"} == {field.name for field in fields(Pins)}
 
 
 @pytest.mark.parametrize("name", PINS)
@@ -72,6 +72,7 @@ def test_pins_keep_each_other_company() -> None:
         ({"richer_layers": 2, "mlp_chunk_tokens": 64}, "richer_layers: 2: with mlp_chunk_tokens every layer is computed again"),
         ({"turn_layers": 2, "kept_attention": 1}, "turn_layers: 2: with kept_attention every layer is computed again"),
         ({"turn_layers": 2, "end_parts": 4}, "turn_layers: 2: layers turn with a whole head, and end_parts: 4"),
+        ({"turn_layers": 2, "expert_parts": 4}, "expert_parts: 4: qwen2: its layers have no stacked experts: expert_parts: 1"),
         ({"turn_layers": 2, "richer_layers": 3}, "turn_layers: 2 and richer_layers: 3 are both the last layers"),
         ({"richer_layers": 2, "kept_attention": 1}, "richer_layers: 2: with kept_attention every layer is computed again"),
         ({"first_wave": 3, "num_waves": 1}, "first_wave: 3: num_waves: 1 is the first and the last"),
