@@ -215,8 +215,8 @@ def _refuse_whole_layers(engine: EngineConfig) -> None:
     """What needs layers that are there whole, where experts travel in parts."""
     if at_home := max((engine.device_units or 0) - 1, 0):
         raise PlanError(
-            f"device_units: {engine.device_units}: {at_home} layers at home are whole, and expert_parts: {engine.expert_parts} cuts "
-            "them; leave one of them out"
+            f"device_units: {engine.device_units}: {at_home} layers at home are whole, and expert_parts: {engine.expert_parts} "
+            "cuts them; leave one of them out"
         )
     for name in WHOLE_LAYERS:
         if value := getattr(engine, name):

@@ -15,7 +15,7 @@ from torch import Tensor
 from layerferry.backends.cpu import CpuBackend
 from layerferry.engine.engine import Engine
 from layerferry.engine.sizes import micro_batches_of_wave
-from layerferry.layout import FP32_PLANE, GRAD
+from layerferry.layout import FP32_PLANE, GRAD, WEIGHT
 from layerferry.optim.adafactor import Adafactor
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.base import Optimizer
@@ -30,6 +30,7 @@ from layerferry.planner.held import DEVICE, HOST, planes
 from layerferry.planner.memory import items, plan_specs
 from layerferry.planner.working import LayerBytes, Shape, Working, tokens_of
 from layerferry.store.store import Store, plane_specs
+from layerferry.units import divide
 from tests.planner.subjects import QWEN_7B, skeleton, specs
 
 SHAPE = Shape(row_tokens=32, rows_per_step=4)
@@ -82,7 +83,7 @@ def test_experts_in_parts_have_the_buffers_that_were_planned(
     fp32: bool, waves: int, resident: bool, home: tuple[int, ...]
 ) -> None:
     """One layer is dense; two slots, slabs and landings of a part's size, and a sum."""
-    built = skeleton("qwen3_moe", num_experts=16, mlp_only_layers=[3], fp32=fp32)
+    built = skeleton("qwen3_moe", num_experts=16, moe_intermediate_size=16, mlp_only_layers=[3], fp32=fp32)
     plan = Plan(fp32=fp32, num_slots=2, num_slabs=1, micro_batch_rows=1, row_tokens=32, rows_per_step=4, on_device=home)
     plan = replace(plan, resident_gradients=resident, num_waves=waves, expert_parts=4)
     backend, own = CountingBackend(), plan_specs(specs(), plan)
