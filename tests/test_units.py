@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from layerferry.layout import FP32_PLANE, GRAD_PLANE, RESIDUE_PLANE, WEIGHT_PLANE, Layout, ParameterSpec, Plane, PlaneSpec
-from layerferry.units import Part, Unit, divide
+from layerferry.units import Kind, Part, Unit, divide
 
 SPECS = (WEIGHT_PLANE, RESIDUE_PLANE, GRAD_PLANE, FP32_PLANE)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -31,6 +33,30 @@ UNITS = {
 }
 
 
+LAYERS = {
+    "experts between others": unit_of(
+        ("query", (5, 24), BF16, True), ("up", (16, 8, 24), BF16, True), ("norm", (24,), BF16, False), tables=("up",)
+    ),
+    "experts with biases and an fp32 router": unit_of(
+        ("router", (32, 24), FP32, True),
+        *(("up", (32, 16, 8), BF16, True), ("bias", (32, 16), BF16, False), ("norm", (24,), BF16, False)),
+        tables=("up", "bias"),
+    ),
+}
+UNITS |= {name: replace(unit, is_layer=True) for name, unit in LAYERS.items()}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layers_body_is_a_part_alone(name: str) -> None:
+    unit = UNITS[name]
+    body, *others = divide(unit, 4)
+    assert isinstance(body, Part) and not body.rows and body.kind is Kind.LAYERS is unit.kind
+    assert {entry.name for entry in body.layout.entries} == set(unit.names) - set(unit.tables)
+    assert len(others) == 4 and all(part.kind is Kind.EXPERTS for part in others)
+    assert all({entry.name for entry in part.layout.entries} == set(unit.tables) for part in others)
+    assert all(len(set(part.rows.values())) == 1 for part in others if isinstance(part, Part)), "the same experts of every table"
+
+
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("count", [2, 3, 7, 1000])
 @pytest.mark.parametrize("name", UNITS)
@@ -41,7 +67,7 @@ def test_parts_are_the_unit(name: str, count: int, spec: PlaneSpec) -> None:
     home = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     back, seen = torch.zeros_like(home), torch.zeros(num_bytes, dtype=torch.int64)
     whole, parts = Plane(unit.layout, spec, home), divide(unit, count)
-    assert 1 < len(parts) <= count
+    assert 1 < len(parts) <= count + unit.is_layer
     for part in parts:
         assert isinstance(part, Part)
         buffer = torch.full((part.layout.bytes(spec),), 7, dtype=torch.uint8)

@@ -31,7 +31,7 @@ from layerferry.planner.choice import Choice
 from layerferry.planner.problem import Key, Problem, key_of
 
 FEWER_PARTS = (2, 4, 8)
-"""What the best plan is tried with afterwards."""
+"""Of the ends, and of layers' experts: what the best plan is tried with afterwards."""
 MOST_FIRST_WAVES = 16
 """Numbers of micro-batches in the first wave that the best plan is tried with."""
 HARDLY_FASTER = 0.99
@@ -133,10 +133,13 @@ def _is_measured(choice: Choice, base: Plan, keys: Collection[Key]) -> bool:
 
 
 def _fewer_parts(question: Problem, books: Books, choice: Choice) -> list[Choice]:
-    """``choice`` with larger parts of the ends, where they fit."""
-    if choice.end_parts == 1 or question.pins.end_parts:
-        return []
-    return [other for parts in FEWER_PARTS if not books.short(other := choice._replace(end_parts=parts))]
+    """``choice`` with larger parts of the ends, or of layers' experts, where they fit."""
+    others: list[Choice] = []
+    if choice.end_parts > 1 and not question.pins.end_parts:
+        others += [choice._replace(end_parts=parts) for parts in FEWER_PARTS]
+    if choice.expert_parts > 1 and not question.pins.expert_parts:
+        others += [choice._replace(expert_parts=parts) for parts in FEWER_PARTS if parts < choice.expert_parts]
+    return [other for other in others if not books.short(other)]
 
 
 def _fewer_turning(question: Problem, books: Books, choice: Choice, numbers: Iterable[int]) -> list[Choice]:

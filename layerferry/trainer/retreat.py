@@ -26,6 +26,7 @@ BUDGETS = (0.7, 0.5, 0.3, 0.1, 0.0)
 CHANGING = (
     "micro_batch_rows",
     "activation_budget",
+    "expert_parts",
     "richer_layers",
     "turn_layers",
     "chunk_tokens",
@@ -59,6 +60,8 @@ def _neighbours(plan: Plan) -> Iterator[Plan]:
     if plan.turn_layers:
         yield from (_turning(plan, one) for one in {plan.turn_layers * 3 // 4, plan.turn_layers // 2, 0})
     yield from (replace(plan, richer_layers=0, activation_budget=one) for one in budgets if one < plan.activation_budget)
+    if plan.expert_parts > 1:
+        yield replace(plan, expert_parts=2 * plan.expert_parts)
     yield from (replace(plan, chunk_tokens=one) for one in (2048, 1024, 512, 256) if one < plan.chunk_tokens)
     others = plan.num_slots - plan.turn_layers
     fewer = (one for one in (3, 2) if one < others)
