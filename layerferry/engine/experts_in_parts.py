@@ -8,10 +8,9 @@ The body of such a layer, what is no expert, stays in a layer's slot while its e
   part, last to first, so that those at the turn are still there, has its own gradient and its share of dL/d(hidden) and
   dL/d(weights). A last run of the body takes these down into its own parameters and its input.
 
-So the body runs twice up and three times down, with the graph of one micro-batch at a time, and its experts twice up (the second
-time in the backward) and once down, as in any layer that is computed again. Sums over experts have another order than in a whole
-layer, and one rounding: the same bits for the same number of parts, whatever slots, waves and places. Whole layers are in
-``sweep.py``. Checked by ``tests/engine/test_experts_in_parts.py``.
+So forward the body runs twice up and three times down, with the graph of one micro-batch at a time, and the experts once up and
+twice down. Sums over experts have another order than in a whole layer, and one rounding: the same bits for the same number of
+parts, whatever slots, waves and places. Whole layers are in ``sweep.py``. Checked by ``tests/engine/test_experts_in_parts.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from layerferry.engine.sizes import pieces_of
 from layerferry.engine.wave import Pass, Wave
 from layerferry.errors import PlanError
 from layerferry.layout import Plane
-from layerferry.models.experts_in_parts import Asked, ExpertsTap, SomeExperts, chosen
+from layerferry.models.experts_in_parts import Asked, ExpertsTap, SomeExperts, chosen, undividable
 from layerferry.models.skeleton import Skeleton
 from layerferry.plan import Plan
 from layerferry.units import Part, Piece, Unit
@@ -202,7 +201,7 @@ def refuse_undividable_layers(skeleton: Skeleton, plan: Plan) -> None:
     """Raise ``PlanError`` where ``plan`` wants layers in parts that can only be fed whole, or with what needs them whole."""
     if plan.expert_parts == 1:
         return
-    if (reason := skeleton.undividable_layers) is not None:
+    if (reason := undividable(skeleton.layer_units)) is not None:
         kind = skeleton.config.model_type
         raise PlanError(f"expert_parts: {plan.expert_parts}: {kind}: {reason}: expert_parts: 1 feeds its layers whole")
     for name in WHOLE_LAYERS:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from layerferry.errors import ModelRefused
 from layerferry.layout import WEIGHT_PLANE, Plane
-from layerferry.units import Part
+from layerferry.units import Part, Unit
 
 
 def stacked_experts(layer: nn.Module) -> str | None:
@@ -50,6 +50,11 @@ def expert_tables(layer: nn.Module) -> tuple[str, ...]:
     """Names of the parameters that can be used some experts at a time."""
     path = stacked_experts(layer)
     return () if path is None else tuple(f"{path}.{name}" for name, _ in layer.get_submodule(path).named_parameters())
+
+
+def undividable(layers: Iterable[Unit]) -> str | None:
+    """Why ``layers`` can only be fed whole; None where some have experts that can be fed in parts."""
+    return None if any(unit.tables for unit in layers) else "its layers have no stacked experts"
 
 
 @dataclass(frozen=True)

@@ -179,17 +179,13 @@ class Skeleton:
             raise ModelRefused(f"{self.config.model_type}: what a layer or the embedding computes also goes to {where}")
 
     def _make_units(self, first: list[str], last: list[str]) -> tuple[Unit, ...]:
-        ends: list[tuple[str, list[str]]]
-        if set(first) & set(last):
-            ends = [("ends", [*first, *(n for n in last if n not in first)])]
-        else:
-            ends = [("prologue", first), ("epilogue", last)]
-        tables: dict[str, tuple[str, ...]] = {}
+        both = [("ends", [*first, *(n for n in last if n not in first)])]
+        ends = both if set(first) & set(last) else [("prologue", first), ("epilogue", last)]
+        tables = {f"layer.{index}": expert_tables(layer) for index, layer in enumerate(self.layers)}
         pieces = [(name, {n: n for n in names}, False) for name, names in ends]
         for index, layer in enumerate(self.layers):
             prefix = f"{self.stack_name}.{index}"
             pieces.append((f"layer.{index}", {n: f"{prefix}.{n}" for n, _ in layer.named_parameters()}, True))
-            tables[pieces[-1][0]] = expert_tables(layer)
         if len(ends) == 2:
             pieces.append(pieces.pop(1))
         units = []
@@ -198,8 +194,7 @@ class Skeleton:
             kinds = [is_layer and spec.has_matrices for spec in specs]
             own = zip(names, specs, kinds, strict=True)
             layout = Layout.of(replace(spec, name=name_in_unit, matrix=matrix) for name_in_unit, spec, matrix in own)
-            own_tables = tables.get(name, ())
-            units.append(Unit(name=name, index=index, layout=layout, names=names, is_layer=is_layer, tables=own_tables))
+            units.append(Unit(name=name, index=index, layout=layout, names=names, is_layer=is_layer, tables=tables.get(name, ())))
         return tuple(units)
 
     def _mark_tables(self) -> None:
@@ -217,11 +212,6 @@ class Skeleton:
         if not self.epilogue_unit.tables:
             return "its head is not a linear map with a scale or soft-cap after it"
         return None if self.prologue_unit.tables else "its embedding is not just looked up with the input ids"
-
-    @property
-    def undividable_layers(self) -> str | None:
-        """Why layers can only be fed whole; None where some have experts that can be fed in parts."""
-        return None if any(unit.tables for unit in self.layer_units) else "its layers have no stacked experts"
 
     def _persistent_buffers(self) -> dict[str, tuple[int | None, str]]:
         """Model name of every buffer that a checkpoint holds -> (layer index or None, name inside it)."""

@@ -85,9 +85,7 @@ class Books:
             return self._pinned_home
         if self._one_memory:
             return 0
-        if choice.expert_parts > 1:
-            return min(self._fewest_at_home(choice._replace(expert_parts=1)), self._most_at_home(choice))
-        planes, most = self._weights[choice.carry_fp32].planes, self._disk.most_home
+        planes, most = self._weights[choice.carry_fp32].planes, self._most_at_home(choice)
         needed = planes[-1] + self._inputs_of(choice).host_bytes - self._host
 
         def enough(home: int) -> bool:

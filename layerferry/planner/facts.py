@@ -25,6 +25,7 @@ from layerferry.backends.pages import untouched_zeros
 from layerferry.engine.sizes import pieces_of
 from layerferry.layout import WEIGHT_PLANE, Plane
 from layerferry.models.embedding import EmbeddingTap
+from layerferry.models.experts_in_parts import undividable
 from layerferry.models.graph import tensors_in
 from layerferry.models.inputs import Inputs
 from layerferry.models.skeleton import Skeleton
@@ -184,7 +185,7 @@ class Model:
             isolated_mask_bytes=compute_bytes if eager else 1,
             has_linear_head=skeleton.head is not None,
             undividable=skeleton.undividable,
-            undividable_layers=skeleton.undividable_layers,
+            undividable_layers=undividable(skeleton.layer_units),
             chosen_share=chosen_share(skeleton.config.get_text_config()),
             num_below=skeleton.reach.num_below,
             attention_bytes=_attention_bytes(skeleton, compute_bytes) if skeleton.has_varlen else 0,
