@@ -185,9 +185,10 @@ def _pull_one(experts: SomeExperts, asked: Asked, slope: Tensor, pulled: Pulled,
         values = experts(hidden, index, weights)
     given = slope.index_select(0, asked.tokens(pairs)).to(values.dtype)
     by_hidden, by_weights, *by_tables = gradients_of([values], [*leaves, *experts.parameters], [given])
-    assert by_hidden is not None and by_weights is not None, "experts that do not look at what they are asked"
-    asked.spread(by_hidden, pairs, pulled.by_hidden)
-    pulled.by_weights.view(-1).index_copy_(0, pairs, by_weights.float())
+    if by_hidden is not None:
+        asked.spread(by_hidden, pairs, pulled.by_hidden)
+    if by_weights is not None:
+        pulled.by_weights.view(-1).index_copy_(0, pairs, by_weights.float())
     add_gradients(sums, by_tables)
 
 

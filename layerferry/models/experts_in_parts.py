@@ -57,7 +57,7 @@ def undividable(layers: Iterable[Unit]) -> str | None:
     return None if any(unit.tables for unit in layers) else "its layers have no stacked experts"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Asked:
     """What the experts of one layer were asked for one micro-batch. Without graph."""
 
