@@ -13,18 +13,15 @@ reaching it is an error; a layer that does not compile runs eagerly, and one lin
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from layerferry.models.or_eager import CompiledOrEager
+from layerferry.models.or_eager import CompiledOrEager, say_once
 from layerferry.models.template import Template
 from layerferry.models.token_wise import has_inner_width, run_in_chunks, token_wise_parts
 from layerferry.plan import Plan
-
-log = logging.getLogger(__name__)
 
 RECOMPILE_LIMIT = 512
 """Graphs of one code object: behaviours x shapes x training or evaluation x budgets, in one process."""
@@ -70,15 +67,10 @@ def chunk_parts(template: Template, plan: Plan, hidden_size: int, budget: float)
             continue
         name = f"{type(template.module).__name__}.{found.name}"
         if found.reason:
-            _say_once(f"{name} is not run in chunks of tokens: {found.reason}")
+            say_once(f"{name} is not run in chunks of tokens: {found.reason}")
         else:
             compile_part = functools.partial(CompiledOrEager, name=name, backend=budget_backend(budget)) if plan.compile else None
             run_in_chunks(found.part, plan.mlp_chunk_tokens, compile_part)
-
-
-@functools.cache
-def _say_once(line: str) -> None:
-    log.warning("%s", line)
 
 
 @functools.cache

@@ -29,7 +29,7 @@ from layerferry.engine.sizes import pieces_of
 from layerferry.engine.wave import Pass, Wave
 from layerferry.errors import PlanError
 from layerferry.layout import Plane
-from layerferry.models.experts_in_parts import Asked, ExpertsTap, SomeExperts, chosen, undividable
+from layerferry.models.experts_in_parts import Asked, ExpertsTap, SomeExperts, chosen, count_pairs, undividable
 from layerferry.models.skeleton import Skeleton
 from layerferry.plan import Plan
 from layerferry.units import Part, Piece, Unit
@@ -154,6 +154,7 @@ class ExpertParts:
 
     def _answers(self, index: int, asked: Sequence[Asked]) -> Iterator[Tensor]:
         """Of each micro-batch [N, D], rounded once."""
+        count_pairs(asked)
         sums = [torch.zeros_like(one.hidden, dtype=torch.float32) for one in asked]
         for part in self.parts[index]:
             with self.feed(part) as slot, torch.no_grad():

@@ -7,7 +7,8 @@ family's own module over the tables of a range: they are given the chosen pairs 
 token with one expert.
 
 Sums over experts are in fp32, in the order of the parts and within one in that of a token's choices, and are rounded once; no two
-threads add to one number, so no schedule changes a bit. The host waits once for how many pairs each expert has.
+threads add to one number, so no schedule changes a bit. How many pairs each expert has the host reads for all micro-batches of
+a wave at once (``count_pairs``), before the first of their experts runs.
 
 Left out: layers with several such modules, and tables that are no stacks of all experts; they travel whole. A layer that calls
 its experts twice in a forward, or with other shapes, is refused. Checked by ``tests/models/test_experts_in_parts.py``.
@@ -19,7 +20,7 @@ import copy
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -57,7 +58,7 @@ def undividable(layers: Iterable[Unit]) -> str | None:
     return None if any(unit.tables for unit in layers) else "its layers have no stacked experts"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Asked:
     """What the experts of one layer were asked for one micro-batch. Without graph."""
 
@@ -65,21 +66,23 @@ class Asked:
     index: Tensor  # [N, K] int64 @device
     weights: Tensor  # [N, K] @device
     num_experts: int
+    ends: list[int] = field(default_factory=list)
+    """Where each expert's pairs begin in ``order``, and where the last one's end; empty before ``count_pairs``."""
 
     @cached_property
-    def _order(self) -> Tensor:
-        """Pairs of (token, choice), by expert: [N * K] int64 @device."""
-        return torch.sort(self.index.reshape(-1), stable=True).indices
+    def _sorted(self) -> tuple[Tensor, Tensor]:
+        """Experts of the pairs of (token, choice) in ascending order, and the pairs themselves: [N * K] int64 @device."""
+        experts, order = torch.sort(self.index.reshape(-1), stable=True)
+        return experts, order
 
-    @cached_property
-    def _ends(self) -> list[int]:
-        """Where each expert's pairs end in that order. The host waits for it, once."""
-        counts = torch.bincount(self.index.reshape(-1), minlength=self.num_experts)[: self.num_experts]
-        return [0, *torch.cumsum(counts, 0).tolist()]
+    @property
+    def bounds(self) -> Tensor:
+        """[num_experts + 1] int64 @device; the host waits for nothing."""
+        return torch.searchsorted(self._sorted[0], torch.arange(self.num_experts + 1, device=self.index.device))
 
     def pairs(self, experts: range) -> Tensor:
         """The chosen pairs that fall into a range of ``experts``: [S] int64 @device, places in [N * K]."""
-        return self._order[self._ends[experts.start] : self._ends[experts.stop]]
+        return self._sorted[1][self.ends[experts.start] : self.ends[experts.stop]]
 
     def tokens(self, pairs: Tensor) -> Tensor:
         """[S]: the token of each pair."""
@@ -93,6 +96,12 @@ class Asked:
         for own in place.view(count, choices).unbind(1):
             there = values.index_select(0, own.clamp(min=0)).to(sums.dtype)
             sums += torch.where((own >= 0)[:, None], there, 0)
+
+
+def count_pairs(asked: Sequence[Asked]) -> None:
+    """Fills in ``ends``. The host waits for the device once."""
+    for one, ends in zip(asked, torch.stack([one.bounds for one in asked]).tolist(), strict=True):
+        one.ends = ends
 
 
 class _Answer(torch.autograd.Function):

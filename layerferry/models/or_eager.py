@@ -35,12 +35,12 @@ class CompiledOrEager:
             reason = getattr(error, "inner_exception", error)
             first = next(iter(str(reason).strip().splitlines()), "no reason given")
             line = f"{self._name} does not compile and runs eagerly{self._cost}: {type(reason).__name__}: {first}"
-        _say_once(line)
+        say_once(line)
         self._run = self._function
         return self._run(*args, **kwargs)
 
 
 @functools.cache
-def _say_once(line: str) -> None:
+def say_once(line: str) -> None:
     """Every slot has templates of its own, which fail alike."""
     log.warning("%s", line)

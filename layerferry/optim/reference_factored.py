@@ -24,8 +24,9 @@ class ReferenceFactored:
     def step(self, parameters: Sequence[Factored], scalars: FactoredScalars, *, threads: int) -> None:
         for parameter in parameters:
             row_factor, column_factor = _factors(parameter, scalars, *_sums(parameter, scalars))
-            size = exact_sqrt(_square(parameter, scalars, row_factor, column_factor) / parameter.grad.numel())
-            factor = (size / scalars.clip_threshold).clamp(min=1.0).reciprocal() * scalars.lr
+            square = _square(parameter, scalars, row_factor, column_factor)
+            size = exact_sqrt(square / _number(parameter, parameter.grad.numel())) / _number(parameter, scalars.clip_threshold)
+            factor = size.clamp(min=1.0).reciprocal() * scalars.lr
             _subtract(parameter, scalars, row_factor, column_factor, factor)
 
 
@@ -47,9 +48,10 @@ def _factors(parameter: Factored, scalars: FactoredScalars, by_row: Tensor, by_c
     if not columns.numel():
         rows.copy_(rows * beta2 + by_column * (1.0 - beta2))  # of one row: the squares themselves
         return torch.ones_like(rows[:, :1]), exact_sqrt(rows).reciprocal()
-    rows.copy_(rows * beta2 + by_row / parameter.width * (1.0 - beta2))
-    columns.copy_(columns * beta2 + by_column / parameter.height * (1.0 - beta2))
-    means = tree_sum(rows, 1) / parameter.height
+    width, height = _number(parameter, parameter.width), _number(parameter, parameter.height)
+    rows.copy_(rows * beta2 + by_row / width * (1.0 - beta2))
+    columns.copy_(columns * beta2 + by_column / height * (1.0 - beta2))
+    means = tree_sum(rows, 1) / height
     return exact_sqrt(rows / means[:, None]).reciprocal(), exact_sqrt(columns).reciprocal()
 
 
@@ -71,6 +73,12 @@ def _subtract(parameter: Factored, scalars: FactoredScalars, row_factor: Tensor,
         master = load_master(parameter.weight[own], residue)
         master = master - (update.view(-1) + master * parameter.decay)
         store_master(master, parameter.weight[own], residue, _random(parameter, scalars, own))
+
+
+def _number(parameter: Factored, value: float) -> Tensor:
+    """[] fp32 at the parameter's place, to divide by."""
+    # TRAP: by a Python number, torch on CUDA multiplies with its reciprocal instead, which rounds twice
+    return torch.full((), value, dtype=torch.float32, device=parameter.grad.device)
 
 
 def _zeros(parameter: Factored, *shape: int) -> Tensor:

@@ -80,7 +80,7 @@ def test_a_layer_that_does_not_compile_runs_eagerly_and_says_so_once(caplog: pyt
     def broken(graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
         raise RuntimeError("no such instruction")
 
-    or_eager._say_once.cache_clear()
+    or_eager.say_once.cache_clear()
     layer, hidden = Layer(), torch.randn(2, 3, 8)
     slots = [CompiledOrEager(layer, "Layer", cost=KEEPS_MORE, backend=broken) for _ in range(2)]
     with caplog.at_level(logging.WARNING):

@@ -14,6 +14,7 @@ from torch import Tensor
 from layerferry.backends.chaos import ChaosBackend
 from layerferry.engine import compiled
 from layerferry.errors import PlanError
+from layerferry.models import or_eager
 from layerferry.models.attention_outputs import AttentionOutputs
 from layerferry.models.varlen import use_where_possible
 from layerferry.plan import Plan
@@ -83,7 +84,7 @@ def test_chunks_change_rounding_only_and_the_place_of_inputs_nothing(chunk_token
 
 
 def test_a_part_that_is_left_whole_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    compiled._say_once.cache_clear()
+    or_eager.say_once.cache_clear()
     model = small_model(model_type="mixtral")
     with caplog.at_level(logging.WARNING):
         loss, found = run(replace(BASE, mlp_chunk_tokens=4), model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from layerferry.optim.reference import ReferenceKernels
 from tests.gpu.small import assert_places_do_not_matter
 from tests.optim.arrays import assert_same_bits, extreme, ordinary
 from tests.optim.format_arrays import FORMATS, left, operands, run
+from tests.optim.test_adafactor import stepped
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="no CUDA device")]
 
@@ -47,9 +50,21 @@ def test_the_same_bits_as_the_cpu(rule: str, master: str, moments: str, grad_dty
         assert_same_bits({name: plane.cpu() for name, plane in left(device).items()}, expected)
 
 
+@pytest.mark.parametrize("master", ["fp32", "24bit", "bf16"])
+@pytest.mark.parametrize("make", [ordinary, extreme])
+def test_adafactor_has_the_bits_of_the_cpu(make: Callable[[int, int], dict[str, torch.Tensor]], master: str) -> None:
+    """Over matrices whose heights and widths are no powers of two: a division is a division there too."""
+    expected = stepped(ReferenceKernels(), make, master)
+    found = stepped(ReferenceKernels(), make, master, device="cuda")
+    assert_same_bits({name: values.cpu() for name, values in found.items()}, expected)
+
+
 @pytest.mark.parametrize(
     "optim",
-    [{"optim": "adamw_8bit"}, {"master_weights": "bf16"}, {"optim": "lion_8bit"}, {"optim": "sgd", "momentum": 0.9}],
+    [
+        *({"optim": "adamw_8bit"}, {"master_weights": "bf16"}, {"optim": "lion_8bit"}, {"optim": "adafactor"}),
+        {"optim": "sgd", "momentum": 0.9},
+    ],
     ids=str,
 )
 def test_units_may_live_on_the_device_without_changing_a_bit(optim: dict[str, object]) -> None:

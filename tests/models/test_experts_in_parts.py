@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from layerferry.errors import ModelRefused
 from layerferry.layout import WEIGHT_PLANE, Plane
-from layerferry.models.experts_in_parts import Asked, ExpertsTap, SomeExperts, chosen, expert_tables, stacked_experts
+from layerferry.models.experts_in_parts import Asked, ExpertsTap, SomeExperts, chosen, count_pairs, expert_tables, stacked_experts
 from layerferry.units import Part, divide
 from tests.conformance.families import BY_TYPE, tiny_config
 from tests.conformance.harness import make_engine, real_model
@@ -60,6 +60,7 @@ def test_every_chosen_pair_is_in_one_range() -> None:
     """Expert 6 of six is what some families call no expert."""
     asked = asked_of([[0, 5], [3, 3], [2, 6], [5, 0]])
     ranges = [range(2), range(2, 3), range(3, 6)]
+    count_pairs([asked])
     found = [asked.pairs(own).tolist() for own in ranges]
     assert found == [[0, 7], [4], [2, 3, 1, 6]]
     hidden, index, weights = chosen(asked, asked.pairs(ranges[2]), ranges[2])
@@ -72,6 +73,7 @@ def test_what_is_spread_is_added_where_it_was_asked() -> None:
     generator = torch.Generator().manual_seed(0)
     index = torch.randint(0, 6, (50, 4), generator=generator)
     asked = Asked(torch.zeros(50, 8), index, torch.ones(50, 4), 6)
+    count_pairs([asked])
     values = torch.randint(-99, 99, (200, 8), generator=generator).float()
     sums = torch.zeros(50, 8)
     for own in (range(4), range(4, 6)):
@@ -96,6 +98,7 @@ def test_some_experts_are_the_familys_own(name: str) -> None:
     hidden = torch.randn(20, 32, generator=torch.Generator().manual_seed(2))
     index = torch.stack([torch.randperm(8, generator=torch.Generator().manual_seed(n))[:2] for n in range(20)])
     asked = Asked(hidden, index, torch.rand(20, 2, generator=torch.Generator().manual_seed(3)), 8)
+    count_pairs([asked])
     sums = torch.zeros(20, 32)
     _, *parts = divide(unit, 2)
     assert len(parts) == 2

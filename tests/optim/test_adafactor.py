@@ -162,11 +162,13 @@ def stepped(
     master: str,
     layout: Layout = ODD_LAYOUT,
     threads: int = 1,
+    device: str = "cpu",
 ) -> dict[str, torch.Tensor]:
     """Every section of every plane after three steps, of gradients and weights as ``make`` gives them."""
     optimizer = Adafactor(state_format=StateFormat(master=master), weight_decay=0.1, seed=3, kernels=kernels)
     specs = plane_specs(optimizer.state_planes)
-    planes = {kind: Plane(layout, spec, torch.zeros(layout.bytes(spec), dtype=torch.uint8)) for kind, spec in specs.items()}
+    rooms = {kind: torch.zeros(layout.bytes(spec), dtype=torch.uint8, device=device) for kind, spec in specs.items()}
+    planes = {kind: Plane(layout, spec, rooms[kind]) for kind, spec in specs.items()}
     for number, entry in enumerate(layout.entries):
         planes[WEIGHT].view(entry).copy_(make(entry.numel, number)["master"].view(entry.shape))
     for step in (1, 2, 3):
