@@ -10,7 +10,8 @@ The body of such a layer, what is no expert, stays in a layer's slot while its e
 
 So forward the body runs twice up and three times down, with the graph of one micro-batch at a time, and the experts once up and
 twice down. Sums over experts have another order than in a whole layer, and one rounding: the same bits for the same number of
-parts, whatever slots, waves and places of layers that travel. Whole layers are in ``sweep.py``. Checked by ``tests/engine/test_experts_in_parts.py``.
+parts, whatever slots, waves and places of what travels. Layers that are there whole, at home too, are ``sweep.py``'s. Checked by
+``tests/engine/test_experts_in_parts.py``.
 """
 
 from __future__ import annotations
