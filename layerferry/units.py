@@ -32,6 +32,10 @@ class Kind(Enum):
     EXPERTS = "experts"
 
 
+Buffers: TypeAlias = tuple[int, Kind]
+"""What the buffers that a piece uses are known by: its unit's index, and its kind."""
+
+
 class Stretch(NamedTuple):
     """Bytes that lie together both at home and in a piece's buffer."""
 
@@ -80,7 +84,7 @@ class Unit:
         return Kind.LAYERS if self.is_layer else Kind.ENDS
 
     @property
-    def buffers(self) -> tuple[int, Kind]:
+    def buffers(self) -> Buffers:
         """What the buffers that it uses are known by."""
         return self.index, self.kind
 
@@ -132,7 +136,7 @@ class Part:
         return Kind.EXPERTS if self.unit.is_layer and self.number else self.unit.kind
 
     @property
-    def buffers(self) -> tuple[int, Kind]:
+    def buffers(self) -> Buffers:
         return self.index, self.kind
 
     @property

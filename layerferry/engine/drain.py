@@ -25,7 +25,7 @@ from layerferry.engine.arrivals import GradientHomes
 from layerferry.engine.clock import Clock
 from layerferry.layout import FP32_PLANE, GRAD, Plane
 from layerferry.store.store import Store
-from layerferry.units import Kind, Piece, Unit
+from layerferry.units import Buffers, Piece, Unit
 
 
 @dataclass(eq=False)
@@ -97,7 +97,7 @@ class Drain:
     """Owns accumulators and slabs. ``drained`` and ``norms`` speak of the step's last wave."""
 
     def __init__(
-        self, backend: Backend, clock: Clock, store: Store, pool_of: Mapping[tuple[int, Kind], SlabPool], homes: GradientHomes
+        self, backend: Backend, clock: Clock, store: Store, pool_of: Mapping[Buffers, SlabPool], homes: GradientHomes
     ) -> None:
         self._backend, self._clock, self._store, self._pool_of, self._homes = backend, clock, store, pool_of, homes
         self.last_wave = True

@@ -35,7 +35,7 @@ from layerferry.engine.compiled import preparer
 from layerferry.engine.deferred import DeferredSteps
 from layerferry.engine.drain import Drain
 from layerferry.engine.ends_in_parts import EmbeddingParts, HeadParts, refuse_undividable, refuse_whole_logits
-from layerferry.engine.experts_in_parts import ExpertParts, refuse_undividable_layers
+from layerferry.engine.experts_in_parts import ExpertParts, refuse_undividable_layers, refuse_whole_layers
 from layerferry.engine.feed import Feed
 from layerferry.engine.isolation import IsolationCheck
 from layerferry.engine.kept import KeptInputs
@@ -52,6 +52,7 @@ from layerferry.engine.templates import Templates
 from layerferry.engine.wave import Wave
 from layerferry.errors import LayerFerryError, PlanError
 from layerferry.layout import round_up
+from layerferry.models.experts_in_parts import undividable
 from layerferry.models.skeleton import Skeleton
 from layerferry.objectives.base import Objective
 from layerferry.objectives.cross_entropy import CrossEntropy
@@ -122,7 +123,8 @@ class Engine:
         self.plan = plan
         skeleton, store, backend = self.skeleton, self.store, self.backend
         refuse_undividable(skeleton, plan)
-        refuse_undividable_layers(skeleton, plan)
+        refuse_undividable_layers(plan.expert_parts, skeleton.config.model_type, undividable(skeleton.layer_units))
+        refuse_whole_layers(plan)
         sizes = device_sizes(store.units, plan, store.specs)
         slots = slot_pools(store, sizes, backend, plan)
         self.feed = Feed(backend, self.clock, store, self.deferred, slots)

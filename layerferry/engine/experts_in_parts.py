@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from layerferry.config import Pins
 from layerferry.engine.drain import Drain
 from layerferry.engine.feed import Feed
 from layerferry.engine.gradients import add_gradients, gradients_of
@@ -30,14 +31,12 @@ from layerferry.engine.sizes import pieces_of
 from layerferry.engine.wave import Pass, Wave
 from layerferry.errors import PlanError
 from layerferry.layout import Plane
-from layerferry.models.experts_in_parts import Asked, ExpertsTap, SomeExperts, chosen, count_pairs, undividable
-from layerferry.models.skeleton import Skeleton
+from layerferry.models.experts_in_parts import Asked, ExpertsTap, SomeExperts, chosen, count_pairs
 from layerferry.plan import Plan
 from layerferry.units import Part, Piece, Unit
 
 WHOLE_LAYERS = ("mlp_chunk_tokens", "kept_attention", "turn_layers", "richer_layers")
 """Fields of a plan that need layers which are there whole."""
-IN_PARTS = "with expert_parts every layer is computed again, in parts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,13 +199,16 @@ def _tap(layer: FedLayer) -> ExpertsTap:
     return tap
 
 
-def refuse_undividable_layers(skeleton: Skeleton, plan: Plan) -> None:
-    """Raise ``PlanError`` where ``plan`` wants layers in parts that can only be fed whole, or with what needs them whole."""
-    if plan.expert_parts == 1:
+def refuse_undividable_layers(parts: int, kind: str, reason: str | None) -> None:
+    """Raise ``PlanError`` where layers are wanted in ``parts`` that can only be fed whole, for ``reason`` (``undividable``)."""
+    if parts > 1 and reason is not None:
+        raise PlanError(f"expert_parts: {parts}: {kind}: {reason}: expert_parts: 1 feeds its layers whole")
+
+
+def refuse_whole_layers(wanted: Plan | Pins) -> None:
+    """Raise ``PlanError`` where layers in parts are wanted together with what needs them whole."""
+    if (wanted.expert_parts or 1) == 1:
         return
-    if (reason := undividable(skeleton.layer_units)) is not None:
-        kind = skeleton.config.model_type
-        raise PlanError(f"expert_parts: {plan.expert_parts}: {kind}: {reason}: expert_parts: 1 feeds its layers whole")
     for name in WHOLE_LAYERS:
-        if value := getattr(plan, name):
-            raise PlanError(f"{name}: {value}: {IN_PARTS}; leave one of them out")
+        if value := getattr(wanted, name):
+            raise PlanError(f"{name}: {value}: with expert_parts every layer is computed again, in parts; leave one of them out")

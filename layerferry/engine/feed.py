@@ -26,7 +26,7 @@ from layerferry.engine.clock import Clock
 from layerferry.engine.deferred import DeferredSteps
 from layerferry.layout import WEIGHT
 from layerferry.store.store import Store
-from layerferry.units import Kind, Piece, Unit
+from layerferry.units import Buffers, Piece, Unit
 
 
 @dataclass(eq=False)
@@ -86,7 +86,7 @@ class Feed:
     """Owns the slots. All calls come from the thread that runs the sweeps."""
 
     def __init__(
-        self, backend: Backend, clock: Clock, store: Store, deferred: DeferredSteps, pool_of: dict[tuple[int, Kind], SlotPool]
+        self, backend: Backend, clock: Clock, store: Store, deferred: DeferredSteps, pool_of: dict[Buffers, SlotPool]
     ) -> None:
         self._backend, self._clock, self._store, self._deferred, self.pool_of = backend, clock, store, deferred, pool_of
         self._uses = 0

@@ -4,7 +4,6 @@ kind."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeAlias
 
 from layerferry.backends.base import Backend
 from layerferry.engine.drain import HomeAccumulators, ResidentAccumulators, SlabPool
@@ -12,10 +11,7 @@ from layerferry.engine.feed import HomePool, SlotPool
 from layerferry.engine.sizes import DeviceSizes, pieces_of, turning_sums
 from layerferry.plan import Plan
 from layerferry.store.store import Store
-from layerferry.units import Kind
-
-Buffers: TypeAlias = tuple[int, Kind]
-"""``Piece.buffers``."""
+from layerferry.units import Buffers, Kind
 
 
 def slot_pools(store: Store, sizes: Mapping[Kind, DeviceSizes], backend: Backend, plan: Plan) -> dict[Buffers, SlotPool]:

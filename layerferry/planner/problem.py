@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from statistics import geometric_mean
 
 from layerferry.config import Config, EngineConfig, Pins
-from layerferry.engine.experts_in_parts import IN_PARTS, WHOLE_LAYERS
+from layerferry.engine.experts_in_parts import refuse_undividable_layers, refuse_whole_layers
 from layerferry.errors import PlanError
 from layerferry.layout import PlaneSpec, round_up
 from layerferry.plan import Plan, Seconds
@@ -135,10 +135,7 @@ def problem(model: Model, specs: Mapping[str, PlaneSpec], machine: Machine, conf
     pinned = config.engine.end_parts or 1
     if pinned > 1 and model.undividable is not None:
         raise PlanError(f"end_parts: {pinned}: {model.name}: {model.undividable}: end_parts: 1 feeds the ends whole")
-    pinned = config.engine.expert_parts or 1
-    if pinned > 1 and model.undividable_layers is not None:
-        reason = f"{model.name}: {model.undividable_layers}: expert_parts: 1 feeds its layers whole"
-        raise PlanError(f"expert_parts: {pinned}: {reason}")
+    refuse_undividable_layers(config.engine.expert_parts or 1, model.name, model.undividable_layers)
     if config.engine.disk_units and not config.engine.disk_memory:
         raise PlanError(f"disk_units: {config.engine.disk_units}: set disk_memory too: the bytes of the disk that may be taken")
     _refuse_contradictions(config.engine, len(model.units))
@@ -180,8 +177,13 @@ def _refuse_contradictions(engine: EngineConfig, num_units: int) -> None:
             f"device_units: {at_home} and disk_units: {on_disk} are more than the model's {num_units} units: "
             "state lives in one place"
         )
-    if (engine.expert_parts or 1) > 1:
-        _refuse_whole_layers(engine)
+    layers_at_home = max((engine.device_units or 0) - 1, 0)
+    if (engine.expert_parts or 1) > 1 and layers_at_home:
+        raise PlanError(
+            f"device_units: {engine.device_units}: {layers_at_home} layers at home are whole, and expert_parts: "
+            f"{engine.expert_parts} cuts them; leave one of them out"
+        )
+    refuse_whole_layers(engine)
     again = next((name for name in ("mlp_chunk_tokens", "kept_attention") if getattr(engine, name)), None)
     if engine.richer_layers and again is not None:
         raise PlanError(
@@ -209,18 +211,6 @@ def _refuse_contradictions(engine: EngineConfig, num_units: int) -> None:
         )
     if engine.resident_gradients and engine.carry_fp32:
         raise PlanError("carry_fp32: true: with resident_gradients: true no gradients are carried; leave one of them out")
-
-
-def _refuse_whole_layers(engine: EngineConfig) -> None:
-    """What needs layers that are there whole, where experts travel in parts."""
-    if at_home := max((engine.device_units or 0) - 1, 0):
-        raise PlanError(
-            f"device_units: {engine.device_units}: {at_home} layers at home are whole, and expert_parts: {engine.expert_parts} "
-            "cuts them; leave one of them out"
-        )
-    for name in WHOLE_LAYERS:
-        if value := getattr(engine, name):
-            raise PlanError(f"{name}: {value}: {IN_PARTS}; leave one of them out")
 
 
 def unkept(pins: Pins, plan: Plan) -> dict[str, tuple[float, float]]:

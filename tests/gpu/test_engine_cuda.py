@@ -20,6 +20,17 @@ from tests.gpu.small import FAMILIES, batches, engine_of, gradients, model_of, r
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="no CUDA device")]
 
 
+def masters_after(steps: int, family: str, plan: Plan) -> list[torch.Tensor]:
+    """What some steps in bf16 leave of every parameter."""
+    engine = engine_of(model_of(family, torch.bfloat16), plan)
+    for number in range(steps):
+        engine.step(batches(seed=number), lr=1e-3)
+    engine.settle()
+    found = [engine.store.master(unit, entry) for unit in engine.store.units for entry in unit.layout.entries]
+    engine.close()
+    return found
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fp32_gradients_equal_plain_autograd(family: str) -> None:
     model = model_of(family, torch.float32)
@@ -59,12 +70,7 @@ def test_streamed_equals_resident_bit_for_bit(budget: float, richer_layers: int)
         found = []
         for slots in (2, 5):
             plan = Plan(num_slots=slots, compile=True, activation_budget=budget, richer_layers=richer_layers, richer_budget=0.7)
-            engine = engine_of(model_of("llama", torch.bfloat16), plan)
-            for number in range(3):
-                engine.step(batches(seed=number), lr=1e-3)
-            engine.settle()
-            found.append([engine.store.master(u, e) for u in engine.store.units for e in u.layout.entries])
-            engine.close()
+            found.append(masters_after(3, "llama", plan))
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     finally:
         torch.use_deterministic_algorithms(False)
@@ -83,12 +89,7 @@ def test_inputs_at_the_host_and_kept_attention_change_no_bit(compiled: bool) -> 
                 layers = len(model_of("llama", torch.bfloat16).model.layers)
                 plan = Plan(compile=compiled, mlp_chunk_tokens=chunk, **shape)
                 plan = replace(plan, host_inputs=min(inputs, layers), kept_attention=min(attention, layers))
-                engine = engine_of(model_of("llama", torch.bfloat16), plan)
-                for number in range(2):
-                    engine.step(batches(seed=number), lr=1e-3)
-                engine.settle()
-                found.append([engine.store.master(u, e) for u in engine.store.units for e in u.layout.entries])
-                engine.close()
+                found.append(masters_after(2, "llama", plan))
             assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
     finally:
         torch.use_deterministic_algorithms(False)
@@ -179,12 +180,7 @@ def test_experts_in_parts_leave_the_same_bits_in_any_slots_and_waves(family: str
         found = []
         for slots, waves in ((1, 1), (3, 1), (2, 3)):
             plan = Plan(num_slots=slots, num_waves=waves, resident_gradients=waves > 1, compile=True, expert_parts=2)
-            engine = engine_of(model_of(family, torch.bfloat16), plan)
-            for number in range(2):
-                engine.step(batches(seed=number), lr=1e-3)
-            engine.settle()
-            found.append([engine.store.master(u, e) for u in engine.store.units for e in u.layout.entries])
-            engine.close()
+            found.append(masters_after(2, family, plan))
         assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
     finally:
         torch.use_deterministic_algorithms(False)
