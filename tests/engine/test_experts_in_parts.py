@@ -15,14 +15,23 @@ import torch
 from torch import Tensor
 
 from layerferry.backends.chaos import ChaosBackend
+from layerferry.config import OptimConfig
 from layerferry.engine.anomaly import WatchfulTape
 from layerferry.engine.batch import MicroBatch
+from layerferry.engine.engine import Engine
 from layerferry.errors import PlanError
 from layerferry.layout import GRAD, WEIGHT
+from layerferry.optim.choose import optimizer_for
 from layerferry.plan import Plan
 from tests.conformance.families import BY_TYPE, tiny_config
 from tests.conformance.harness import gradients, make_engine, micro_batches, real_model
-from tests.engine.small import clipped_steps, same, small_model
+from tests.engine.small import (
+    check_parts_in_rounded_waves,
+    check_parts_in_waves_and_on_arrival,
+    clipped_steps,
+    same,
+    small_model,
+)
 from tests.engine.test_ends_in_parts import in_fp64, one_step, relative
 
 BASE = Plan(fp32=True, num_slots=2, num_slabs=1, carry_fp32=True, expert_parts=3)
@@ -209,6 +218,23 @@ def test_updates_on_arrival_wait_for_all_parts() -> None:
 
     plan = replace(BASE, carry_fp32=False)
     assert left(replace(plan, on_arrival=True)) == left(plan)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_8bit", "muon", "adafactor"])
+def test_optimizers_see_the_same_in_waves_and_on_arrival(optim: str) -> None:
+    """``tests/gpu/test_engine_cuda.py`` has the same on a CUDA device."""
+
+    def make(plan: Plan) -> Engine:
+        optimizer = optimizer_for(OptimConfig(optim=optim), seed=0)
+        return make_engine(sparse(dtype=torch.bfloat16), plan, backend=ChaosBackend(5), optimizer=optimizer)
+
+    plan = replace(BASE, fp32=False, row_tokens=16, rows_per_step=6, micro_batch_rows=2)
+    check_parts_in_waves_and_on_arrival(make, plan, lambda step: micro_batches(3, seed=step), host_inputs=1)
+
+
+def test_sums_of_waves_in_bf16() -> None:
+    model, plan = sparse(dtype=torch.bfloat16), replace(BASE, fp32=False, carry_fp32=False)
+    check_parts_in_rounded_waves(lambda changed: make_engine(model, changed), plan, micro_batches(3))
 
 
 def test_evaluation() -> None:

@@ -15,6 +15,7 @@ from layerferry.engine.oracle import loss_and_gradients
 from layerferry.models import varlen
 from layerferry.objectives import CrossEntropy
 from layerferry.plan import FREE_BUDGET, Plan
+from tests.engine.small import check_parts_in_rounded_waves, check_parts_in_waves_and_on_arrival
 from tests.gpu.small import FAMILIES, batches, engine_of, gradients, model_of, relative, twins_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="no CUDA device")]
@@ -184,3 +185,22 @@ def test_experts_in_parts_leave_the_same_bits_in_any_slots_and_waves(family: str
         assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_8bit", "muon", "adafactor"])
+def test_experts_in_parts_in_waves_and_on_arrival(optim: str) -> None:
+    """gpt-oss, whose tables have biases and lie transposed."""
+    model, config = model_of("gpt_oss", torch.bfloat16), OptimConfig(optim=optim)
+    plan = Plan(num_slots=2, num_slabs=1, compile=True, expert_parts=2, micro_batch_rows=4, row_tokens=128, rows_per_step=12)
+    torch.use_deterministic_algorithms(True)
+    try:
+        check_parts_in_waves_and_on_arrival(
+            lambda changed: engine_of(model, changed, optim=config), plan, lambda step: batches(seed=step), host_inputs=2
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_experts_in_parts_in_waves_that_are_summed_in_bf16() -> None:
+    model, plan = model_of("gpt_oss", torch.bfloat16), Plan(num_slots=2, num_slabs=1, compile=True, expert_parts=2)
+    check_parts_in_rounded_waves(lambda changed: engine_of(model, changed), plan, batches())
