@@ -20,7 +20,7 @@ from layerferry.errors import LayerFerryError
 from layerferry.layout import Plane
 from layerferry.models.stack import LayerCall
 from layerferry.models.template import Template
-from layerferry.units import Unit
+from layerferry.units import Piece, Unit
 
 
 class NonFinite(LayerFerryError):
@@ -51,12 +51,16 @@ class WatchfulTape(Tape):
         where = f"micro-batch {micro_batch}"
         _look(gradients[0], f"the gradient of the output of {unit.name} (it comes from the head)", where)
         found = super().backward(unit, micro_batch, template, gradients, accumulator, sides)
-        for entry in accumulator.layout.entries:
-            if accumulator.holds(entry):
-                _look(accumulator.view(entry), f"the gradient of {unit.names[entry.name]}", where)
         if found is not None:
             _look(found, f"the gradient of the input of {unit.name}", where)
         return found
+
+    def add(self, piece: Piece, micro_batch: int, gradients: Sequence[Tensor | None], accumulator: Plane) -> None:
+        super().add(piece, micro_batch, gradients, accumulator)
+        for entry in accumulator.layout.entries:
+            if accumulator.holds(entry):
+                what = f"the gradient of {piece.names[entry.name]}"
+                _look(accumulator.view(entry), what, f"micro-batch {micro_batch} of {piece.name}")
 
 
 def check_norms(engine: Engine, loss: float) -> None:

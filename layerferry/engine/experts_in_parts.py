@@ -25,12 +25,11 @@ from torch import Tensor
 from layerferry.config import Pins
 from layerferry.engine.drain import Drain
 from layerferry.engine.feed import Feed
-from layerferry.engine.gradients import add_gradients, gradients_of
+from layerferry.engine.gradients import gradients_of
 from layerferry.engine.one_layer import FedLayer, OneLayer
 from layerferry.engine.sizes import pieces_of
 from layerferry.engine.wave import Pass, Wave
 from layerferry.errors import PlanError
-from layerferry.layout import Plane
 from layerferry.models.experts_in_parts import Asked, ExpertsTap, SomeExperts, chosen, count_pairs
 from layerferry.plan import Plan
 from layerferry.units import Part, Piece, Unit
@@ -112,7 +111,7 @@ class ExpertParts:
             answers = list(self._answers(index, asked))
             ways = zip(passes, inputs, answers, strict=True)
             slopes = [self._slope(layer, run, hidden, values, wave) for run, hidden, values in ways]
-            pulled = self._pull(index, asked, slopes, wave)
+            pulled = self._pull(index, passes, asked, slopes, wave)
             del slopes
             with self.drain(self.bodies[index], carry=wave.carry) as sums:
                 for run, values, one, own in zip(passes, answers, asked, pulled, strict=True):
@@ -165,21 +164,24 @@ class ExpertParts:
                         one.spread(experts(*chosen(one, pairs, experts.experts)), pairs, own)
         return (sums.pop(0).to(one.hidden.dtype) for one in asked)
 
-    def _pull(self, index: int, asked: Sequence[Asked], slopes: Sequence[Tensor], wave: Wave) -> list[Pulled]:
+    def _pull(
+        self, index: int, passes: Sequence[Pass], asked: Sequence[Asked], slopes: Sequence[Tensor], wave: Wave
+    ) -> list[Pulled]:
         pulled = [Pulled.of(one) for one in asked]
         for part in reversed(self.parts[index]):
             with self.feed(part) as slot, self.drain(part, carry=wave.carry) as sums:
                 experts = self.layer.templates.experts(index, part, slot)
-                for one, slope, own in zip(asked, slopes, pulled, strict=True):
-                    _pull_one(experts, one, slope, own, sums)
+                for run, one, slope, own in zip(passes, asked, slopes, pulled, strict=True):
+                    by_tables = _pull_one(experts, one, slope, own)
+                    wave.tape.add(part, run.number, by_tables, sums)
         return pulled
 
 
-def _pull_one(experts: SomeExperts, asked: Asked, slope: Tensor, pulled: Pulled, sums: Plane) -> None:
-    """One micro-batch's gradient through the experts of a part."""
+def _pull_one(experts: SomeExperts, asked: Asked, slope: Tensor, pulled: Pulled) -> Sequence[Tensor | None]:
+    """One micro-batch's gradient through the experts of a part: what it gives to ``pulled``, and by the part's parameters."""
     pairs = asked.pairs(experts.experts)
     if not len(pairs):
-        return
+        return [None] * len(experts.parameters)
     hidden, index, weights = chosen(asked, pairs, experts.experts)
     leaves = [hidden.requires_grad_(True), weights.requires_grad_(True)]
     with torch.enable_grad():
@@ -190,7 +192,7 @@ def _pull_one(experts: SomeExperts, asked: Asked, slope: Tensor, pulled: Pulled,
         asked.spread(by_hidden, pairs, pulled.by_hidden)
     if by_weights is not None:
         pulled.by_weights.view(-1).index_copy_(0, pairs, by_weights.float())
-    add_gradients(sums, by_tables)
+    return by_tables
 
 
 def _tap(layer: FedLayer) -> ExpertsTap:

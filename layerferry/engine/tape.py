@@ -37,7 +37,7 @@ from layerferry.models.graph import graph_leaves
 from layerferry.models.stack import LayerCall
 from layerferry.models.template import Template
 from layerferry.plan import Plan
-from layerferry.units import Unit
+from layerferry.units import Piece, Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,9 +224,13 @@ class Tape:
         for (origin, _), side in zip(graph.sides, found[1 : 1 + num_sides], strict=True):
             if side is not None:
                 sides.add(origin, side)
-        add_gradients(accumulator, found[1 + num_sides :])
+        self.add(unit, micro_batch, found[1 + num_sides :], accumulator)
         assert found[0] is not None or not graph.hidden.requires_grad, "a layer without a path from its output to its input"
         return found[0]
+
+    def add(self, piece: Piece, micro_batch: int, gradients: Sequence[Tensor | None], accumulator: Plane) -> None:
+        """What one micro-batch gives to the sum of ``piece``, in layout order."""
+        add_gradients(accumulator, gradients)
 
 
 def _live_gradients(graph: Graph, wanted: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor | None]:

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from layerferry.backends.chaos import ChaosBackend
 from layerferry.config import OptimConfig
-from layerferry.engine.anomaly import WatchfulTape
+from layerferry.engine import experts_in_parts
+from layerferry.engine.anomaly import NonFinite, WatchfulTape
 from layerferry.engine.batch import MicroBatch
 from layerferry.engine.engine import Engine
 from layerferry.errors import PlanError
 from layerferry.layout import GRAD, WEIGHT
+from layerferry.models.experts_in_parts import SomeExperts
 from layerferry.optim.choose import optimizer_for
 from layerferry.plan import Plan
 from tests.conformance.families import BY_TYPE, tiny_config
@@ -256,10 +258,28 @@ def test_packed_samples_do_not_see_each_other() -> None:
     assert all(relative(found[name], value.double()) < 2.0**-16 for name, value in expected.items())
 
 
-def test_a_watchful_tape_sees_bodies() -> None:
+def test_detect_anomaly_changes_nothing() -> None:
+    looked = make_engine(sparse(), BASE, backend=ChaosBackend(2))
+    looked.tape_type = WatchfulTape
+    seen, left = clipped_steps(looked, STEPS)
+    expected = run(BASE)
+    assert seen == expected[0] and same(left, expected[1])
+
+
+def test_detect_anomaly_names_table_and_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward is finite; of the gradients of one part's tables the last is not."""
     engine = make_engine(sparse(), BASE)
     engine.tape_type = WatchfulTape
-    assert engine.step(micro_batches(2), lr=0.0).loss > 0
+    (table, part) = (engine.skeleton.layer_units[1].names["mlp.experts.down_proj"], engine._sweep.experts.parts[1][1])
+    real = experts_in_parts._pull_one
+
+    def pull_one(experts: SomeExperts, *others: Any) -> Any:
+        found = real(experts, *others)
+        return [*found[:-1], found[-1] * float("inf")] if experts.experts == next(iter(part.rows.values())) else found
+
+    monkeypatch.setattr(experts_in_parts, "_pull_one", pull_one)
+    with pytest.raises(NonFinite, match=rf"^the gradient of {table} is not finite: .*, micro-batch 0 of {part.name}$"):
+        engine.step(micro_batches(2), lr=0.0)
     engine.close()
 
 
