@@ -97,8 +97,8 @@ class ExpertParts:
 
     def forward(self, index: int, passes: Sequence[Pass], wave: Wave) -> None:
         with self.feed(self.bodies[index]) as slot:
-            layer, grad = self.layer.fed(index, slot), index >= self.layer.skeleton.reach.num_below
-            asked = [self._ask(layer, run, run.hidden, wave, grad=grad) for run in passes]
+            layer = self.layer.fed(index, slot)
+            asked = [self._ask(layer, run, run.hidden, wave) for run in passes]
             for run, values in zip(passes, self._answers(index, asked), strict=True):
                 with _tap(layer).answering(values):
                     self.layer.up(layer, run, wave)
@@ -107,7 +107,7 @@ class ExpertParts:
         with self.feed(self.bodies[index]) as slot:
             layer = self.layer.fed(index, slot)
             inputs = [self.layer.kept.take(index, run.number) for run in passes]
-            asked = [self._ask(layer, run, hidden, wave, grad=True) for run, hidden in zip(passes, inputs, strict=True)]
+            asked = [self._ask(layer, run, hidden, wave) for run, hidden in zip(passes, inputs, strict=True)]
             answers = list(self._answers(index, asked))
             ways = zip(passes, inputs, answers, strict=True)
             slopes = [self._slope(layer, run, hidden, values, wave) for run, hidden, values in ways]
@@ -132,13 +132,16 @@ class ExpertParts:
 
     # ---------------------------------------------------------------- the body
 
-    def _ask(self, layer: FedLayer, run: Pass, hidden: Tensor, wave: Wave, *, grad: bool) -> Asked:
-        """What the experts are asked. ``grad``: kernels choose their way by it, and both runs must go the same."""
-        call, leaf = run.calls[layer.index], hidden.detach().requires_grad_(grad)
+    def _ask(self, layer: FedLayer, run: Pass, hidden: Tensor, wave: Wave) -> Asked:
+        """What the experts are asked. The layer runs as it will with the answers: kernels choose their way by what needs a
+        gradient."""
+        unit, template, call = layer.unit, layer.template, run.calls[layer.index]
         self.layer.seed(layer, run, wave)
-        with _tap(layer).asking() as asked, torch.set_grad_enabled(grad):
-            layer.template(leaf, call.args, call.kwargs, call)
-        layer.template.routed.clear()  # they hold the graph
+        with _tap(layer).asking() as asked:
+            if layer.index < self.layer.skeleton.reach.num_below:
+                wave.tape.pass_below(unit, run.number, template, hidden, call)
+            else:
+                wave.tape.rehearse(unit, template, hidden, call)
         return asked[0]
 
     def _slope(self, layer: FedLayer, run: Pass, hidden: Tensor, values: Tensor, wave: Wave) -> Tensor:
@@ -172,8 +175,7 @@ class ExpertParts:
             with self.feed(part) as slot, self.drain(part, carry=wave.carry) as sums:
                 experts = self.layer.templates.experts(index, part, slot)
                 for run, one, slope, own in zip(passes, asked, slopes, pulled, strict=True):
-                    by_tables = _pull_one(experts, one, slope, own)
-                    wave.tape.add(part, run.number, by_tables, sums)
+                    wave.tape.add(part, run.number, _pull_one(experts, one, slope, own), sums)
         return pulled
 
 

@@ -163,6 +163,11 @@ class Tape:
         """The graph of a layer that was passed on, for the backward that follows at once."""
         self._graphs[unit.index, micro_batch] = self._graph(unit, template, hidden, call, checkpointed=False)
 
+    def rehearse(self, unit: Unit, template: Template, hidden: Tensor, call: LayerCall) -> None:
+        """The run of a layer of which nothing stays."""
+        self._graph(unit, template, hidden, call, checkpointed=False)
+        template.routed.clear()  # they hold the graph
+
     def slope(
         self, unit: Unit, template: Template, hidden: Tensor, call: LayerCall, leaf: Tensor, gradients: Sequence[Tensor]
     ) -> Tensor:

@@ -23,6 +23,7 @@ from layerferry.engine.engine import Engine
 from layerferry.errors import PlanError
 from layerferry.layout import GRAD, WEIGHT
 from layerferry.models.experts_in_parts import SomeExperts
+from layerferry.models.template import Template
 from layerferry.optim.choose import optimizer_for
 from layerferry.plan import Plan
 from tests.conformance.families import BY_TYPE, tiny_config
@@ -135,6 +136,23 @@ def test_frozen_parameters(what: str) -> None:
     assert trained and report.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
     for name in trained:
         assert relative(found[name], expected[name].double()) < 2.0**-16, name
+
+
+def test_all_runs_of_a_layer_need_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels choose their way by it, and what was asked by another way may be other bits."""
+    model, seen = sparse(layers=3), {}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".layers.2." in name or ".layers.1.mlp.experts." in name)
+    real = Template.__call__
+
+    def call(self: Template, hidden: Tensor, *others: Any) -> Tensor:
+        ways = seen.setdefault(self.module.self_attn.layer_idx, [])
+        ways.append((torch.is_grad_enabled(), hidden.requires_grad))
+        return real(self, hidden, *others)
+
+    monkeypatch.setattr(Template, "__call__", call)
+    one_step(model, BASE, micro_batches(1))
+    assert seen == {0: 2 * [(False, False)], 1: 5 * [(True, False)], 2: 5 * [(True, True)]}
 
 
 def test_experts_that_nobody_asks_have_no_gradient() -> None:
