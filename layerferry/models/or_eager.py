@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,10 @@ class CompiledOrEager:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
+        if self._run is self._function:
+            return self._function(*args, **kwargs)
+        first_tensor = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
+        before, of_device = torch.get_rng_state(), get_device_states(first_tensor)
         try:
             return self._run(*args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
@@ -37,6 +42,9 @@ class CompiledOrEager:
             line = f"{self._name} does not compile and runs eagerly{self._cost}: {type(reason).__name__}: {first}"
         say_once(line)
         self._run = self._function
+        # a graph that did compile may have drawn numbers before the one that did not
+        torch.set_rng_state(before)
+        set_device_states(*of_device)
         return self._run(*args, **kwargs)
 
 

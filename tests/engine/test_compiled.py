@@ -92,6 +92,28 @@ def test_a_layer_that_does_not_compile_runs_eagerly_and_says_so_once(caplog: pyt
     )
 
 
+def test_an_eager_run_draws_what_the_compiled_one_has_drawn() -> None:
+    """The first of two graphs compiles and has drawn its numbers when the second does not."""
+    graphs = []
+
+    def broken(graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
+        graphs.append(graph)
+        if len(graphs) > 1:
+            raise RuntimeError("no such instruction")
+        return graph.forward
+
+    def function(hidden: torch.Tensor) -> torch.Tensor:
+        dropped = nn.functional.dropout(hidden, 0.5)
+        torch._dynamo.graph_break()
+        return dropped * 2 + torch.rand(3)
+
+    hidden, found = torch.randn(4, 3), []
+    for run in (function, CompiledOrEager(function, "Layer", backend=broken)):
+        torch.manual_seed(0)
+        found.append(run(hidden))
+    assert len(graphs) == 2 and torch.equal(*found)
+
+
 def test_a_layer_whose_backward_does_not_compile_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor leaves the backward for later, when a graph of the forward can no longer be replaced."""
     from torch._inductor import compile_fx
