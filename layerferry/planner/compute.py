@@ -53,9 +53,9 @@ PART_LOGIT_PASSES = (3, 6)
 PART_BYTES = (8, 24, 8)
 """Moved for every element of the hidden states and part: rows picked from an embedding in parts, rows added to its sum, and the
 fp32 sum of what a head in parts gives back."""
-EXPERT_PART_BYTES = 64
-"""Moved for every element of the hidden states, part and pass: for each of some four choices, what a part gives is gathered and
-added to an fp32 sum. An estimate."""
+EXPERT_PART_BYTES = 16
+"""Moved for every element of the hidden states, choice of an expert, part and pass: what a part gives is gathered and added to an
+fp32 sum. An estimate."""
 PART_OVERHEAD_S = 1.0e-4
 """Of every part, micro-batch and pass: a dozen launches."""
 CPU_SHARE, CPU_REBUILD = 0.6, 4 / 3
@@ -109,8 +109,9 @@ def _in_parts(model: Model, plan: Plan, shape: Shape, machine: Machine, number: 
     experts twice before the backward of either. Nothing is compiled."""
     forward, backward = pace(model, plan, shape, machine).layers[number]
     body = forward * model.body_share(number)
-    parts, moved_s = len(divide(model.kinds[number], plan.expert_parts)) - 1, 1.0 / machine.device_bytes_per_s.value
-    passing = parts * (tokens_of(plan, shape) * model.hidden_size * EXPERT_PART_BYTES * moved_s + PART_OVERHEAD_S)
+    parts, moved = len(divide(model.kinds[number], plan.expert_parts)) - 1, EXPERT_PART_BYTES * model.num_choices(number)
+    moved_s = tokens_of(plan, shape) * model.hidden_size * moved / machine.device_bytes_per_s.value
+    passing = parts * (moved_s + PART_OVERHEAD_S)
     return forward + body + passing, 2 * forward + body + backward + 2 * passing
 
 

@@ -61,9 +61,8 @@ def _in_parts(model: Model, plan: Plan, shape: Shape, number: int) -> LayerBytes
     full = tokens * kept.per_token(shape.row_tokens, 1.0, compiled=False, boundary=model.boundary)
     transient = TRANSIENT_ACTIVATIONS * kept.largest * tokens
     gradients = max(piece.num_trained for piece in divide(model.kinds[number], plan.expert_parts)) * model.compute_bytes
-    wide, unit = model.hidden_size * 4, model.kinds[number]
-    chosen = round(model.chosen_share * unit.layout.by_name[unit.tables[0]].shape[0])
-    choices = 24 * chosen  # which experts, in what order, with what weights, and dL/d(weights)
+    wide = model.hidden_size * 4
+    choices = 24 * model.num_choices(number)  # which experts, in what order, with what weights, and dL/d(weights)
     # up: what is asked, and the sums of the answers; down: an input that came from the host, what is asked, the answers, their
     # slopes, and the sums of what goes back
     up, down = model.boundary + wide + choices, 4 * model.boundary + wide + choices

@@ -156,6 +156,11 @@ class Model:
         experts = sum(unit.layout.by_name[name].numel for name in unit.tables)
         return (unit.numel - experts) / (unit.numel - experts + self.chosen_share * experts)
 
+    def num_choices(self, number: int) -> int:
+        """Experts that a token is given to in a layer of behaviour ``number``, whose experts may travel in parts."""
+        unit = self.kinds[number]
+        return round(self.chosen_share * unit.layout.by_name[unit.tables[0]].shape[0])
+
     @property
     def boundary(self) -> int:
         """Bytes per token of hidden states."""

@@ -15,7 +15,7 @@ from layerferry.engine.batch import MicroBatch
 from layerferry.layout import WEIGHT_PLANE
 from layerferry.optim.choose import optimizer_for
 from layerferry.plan import Plan
-from layerferry.planner.compute import layer_paces, pace, recomputation
+from layerferry.planner.compute import EXPERT_PART_BYTES, PART_OVERHEAD_S, layer_paces, pace, recomputation
 from layerferry.planner.facts import Model
 from layerferry.planner.rate import Rate
 from layerferry.planner.time import seconds, uploaded_bytes
@@ -50,6 +50,17 @@ def test_uploads_of_experts_in_parts_are_those_of_the_feed(parts: int, waves: in
     built = skeleton("qwen3_moe", num_experts=8, moe_intermediate_size=16, num_hidden_layers=3)
     plan = Plan(num_slots=slots, num_waves=waves, micro_batch_rows=1, rows_per_step=4, on_device=home, expert_parts=parts)
     assert uploaded_bytes(Model.of(built), plan, specs()) == uploaded_in_a_step(built, plan, batches())
+
+
+@pytest.mark.parametrize("choices", [1, 2, 8])
+def test_each_further_part_costs_by_the_experts_of_a_token(choices: int) -> None:
+    """Passes over what it gives for each choice, on the way up, and twice on the way down."""
+    sizes = {"num_experts": 8, "moe_intermediate_size": 16, "num_experts_per_tok": choices}
+    model, there = Model.of(skeleton("qwen3_moe", **sizes)), machine()
+    few, more = (layer_paces(model, Plan(expert_parts=parts), SHAPE, there)[0] for parts in (2, 4))
+    moved = 8 * model.hidden_size * choices * EXPERT_PART_BYTES / there.device_bytes_per_s.value
+    further = [after - before for before, after in zip(few, more, strict=True)]
+    assert further == pytest.approx([2 * (moved + PART_OVERHEAD_S), 4 * (moved + PART_OVERHEAD_S)])
 
 
 def test_lanes_are_work_over_rate() -> None:
