@@ -3,7 +3,8 @@ run's is another. All else of a plan changes no bit.
 
 Several waves are such a thing in two cases only: where gradients are carried between them in bf16, which rounds once a wave for
 units that are not @device, and where the ends share a weight, whose two shares are added wave by wave (decision 9). Every other
-number of waves gives the bits of one, and is recorded as one. Checked by ``tests/trainer/test_rounding.py``.
+number of waves gives the bits of one, and is recorded as one. Where layers' experts travel in parts, those @device are whole, so
+it matters which these are. Checked by ``tests/trainer/test_rounding.py``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ FREE = "any"
 def rounding_of(plan: Plan, *, tied: bool) -> dict[str, Any]:
     """Fields by name. ``tied``: the ends share a weight."""
     found = {key: getattr(plan, key) for key in ROUNDING}
+    if plan.expert_parts > 1:
+        found["device_units"] = plan.device_units if max(plan.on_device, default=0) > 0 else 0  # unit 0 is no layer
     carries_bf16 = not plan.is_exact
     if plan.num_waves == 1 or not (carries_bf16 or tied):
         return {**found, "num_waves": 1}

@@ -29,6 +29,32 @@ PLANS: dict[str, dict[str, Any]] = {
 BF16 = [name for name in PLANS if name.startswith("bf16")]
 
 
+PARTS: dict[str, dict[str, Any]] = {
+    "parts": {},
+    "parts, buffers": {"num_slots": 4, "num_slabs": 2},
+    "parts, summed @device": {"num_waves": 2, "resident_gradients": True},
+    "parts, the embedding @device": {"on_device": (0,)},
+    "parts, a layer @device": {"on_device": (0, 1)},
+    "parts, a layer @device, summed there": {"on_device": (0, 1), "num_waves": 2, "resident_gradients": True},
+    "parts, two layers @device": {"on_device": (0, 1, 2)},
+    "bf16, parts": {"num_waves": 2},
+    "bf16, parts, the embedding @device": {"on_device": (0,), "num_waves": 2},
+}
+
+
+def test_layers_at_home_among_layers_in_parts_are_told() -> None:
+    sizes = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 8, "head_dim": 8}
+    model, runs, recorded = small_model(model_type="qwen3_moe", layers=3, **sizes), {}, {}
+    for name, changed in PARTS.items():
+        plan = Plan(**{"num_slots": 2, "num_slabs": 1, "expert_parts": 2, **changed})
+        runs[name], recorded[name] = clipped_steps(make_engine(model, plan), 2), rounding_of(plan, tied=False)
+    for one, other in product(PARTS, PARTS):
+        (seen, left), (others_seen, others_left) = runs[one], runs[other]
+        told = other_rounding(recorded[one], recorded[other])
+        assert (seen == others_seen and same(left, others_left)) == (told is None), f"{one}, {other}: {told}"
+    assert "device_units: 0 -> 2" in str(other_rounding(recorded["parts"], recorded["parts, a layer @device"]))
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_nothing_is_said_of_plans_with_the_same_bits_alone(tied: bool) -> None:
     """Of every pair. Plans of which something is said may come out alike all the same; untied, they do not here."""
