@@ -15,6 +15,9 @@ from layerferry.units import Kind, Piece, Unit, divide
 PART_BUFFERS = 2
 """Slots, slabs and landings of a kind that travels in parts: one is used while the next is under way."""
 
+LAYER_LANDINGS = 2
+"""Slabs that carried gradients of layers come back to: one is taken up while the next arrives."""
+
 PADDING = 8
 """Rows are padded to a multiple of this many tokens."""
 ARRIVALS = {True: 3, False: 1}
@@ -102,7 +105,7 @@ def device_sizes(units: Sequence[Unit], plan: Plan, specs: Mapping[str, PlaneSpe
         travelling = [piece.layout for piece in pieces]
         drained = any(layout.num_trained for layout in travelling)
         in_parts = PART_BUFFERS if any(piece is not piece.unit for piece in pieces) else 1
-        slots, slabs, landings = (plan.num_slots, plan.num_slabs, 2) if kind is Kind.LAYERS else (in_parts,) * 3
+        slots, slabs, landings = (plan.num_slots, plan.num_slabs, LAYER_LANDINGS) if kind is Kind.LAYERS else (in_parts,) * 3
         sizes[kind] = DeviceSizes(
             slot_bytes=max((layout.bytes(specs[WEIGHT]) for layout in travelling), default=0),
             slab_bytes=max((layout.bytes(specs[GRAD]) for layout in travelling), default=0),

@@ -14,7 +14,7 @@ Of layers that turn with the head the first micro-batch waits for the updates, o
 backward for gradients that are carried on; the last one's backward is what their gradients travel behind.
 Layers whose experts travel in parts are played as if they were whole, in two slots of which nothing stays, and the experts come
 twice on the way down: over a layer, the slower of compute and copies sets the pace there too.
-Ends in parts share two slots, which ``EndSlots`` fills as the feed does. The disk is a lane of its own (``disk_lane.py``), and a
+Ends in parts share two slots, which ``PartSlots`` fills as the feed does. The disk is a lane of its own (``disk_lane.py``), and a
 step is not over before the ring is as full as the next one finds it.
 
 The host is taken to run ahead of the device. Of many waves the third stands for those between it and the last. Checked by
@@ -26,9 +26,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from layerferry.engine.sizes import ARRIVALS, LANDINGS, LEAVING, PART_BUFFERS
+from layerferry.engine.sizes import ARRIVALS, LANDINGS, LAYER_LANDINGS, LEAVING, PART_BUFFERS
 from layerferry.planner.disk_lane import DiskLane
-from layerferry.planner.end_slots import EndSlots, head_part, prologue_part, uses_of_ends
+from layerferry.planner.part_slots import PartSlots, head_part, prologue_part, uses_of_ends
 from layerferry.planner.program import Piece, Program, Waits
 
 
@@ -89,7 +89,7 @@ class _Run:
         self.first = [prologue_part(number) for number in range(len(program.prologue))]
         self.head = self.first if program.tied else [head_part(number) for number in range(len(program.head))]
         of_ends = PART_BUFFERS if max(len(self.first), len(self.head)) > 1 else 1
-        self.end_slots, self.num_end_slots = EndSlots(of_ends), of_ends
+        self.end_slots, self.num_end_slots = PartSlots(of_ends), of_ends
         self.compute, self.upload, self.download = program.home_step_s, 0.0, 0.0
         self.found = Waits()
         self.updated: dict[int, float] = dict(updated or {})
@@ -101,7 +101,7 @@ class _Run:
         self.landed: dict[int, tuple[float, _Ring, int]] = {}
         self.input_arrival = 0.0
         self.leaving = {True: _Ring(program.num_slabs), False: _Ring(of_ends)}
-        self.landing = {True: _Ring(2), False: _Ring(of_ends)}
+        self.landing = {True: _Ring(LAYER_LANDINGS), False: _Ring(of_ends)}
         self.expected: deque[int] = deque()
         self.held_back: list[tuple[int, float]] | None = None
         self.disk = self._disk_lane(disk)

@@ -17,11 +17,11 @@ from layerferry.engine.sizes import PART_BUFFERS, pieces_of
 from layerferry.layout import GRAD, WEIGHT, PlaneSpec
 from layerferry.plan import Plan, Seconds
 from layerferry.planner import compute
-from layerferry.planner.end_slots import EndSlots, head_part, prologue_part, uses_of_ends
 from layerferry.planner.facts import Model
 from layerferry.planner.held import disk_bytes, unit_bytes
 from layerferry.planner.machine import Machine
 from layerferry.planner.memory import plan_specs
+from layerferry.planner.part_slots import PartSlots, head_part, prologue_part, uses_of_ends
 from layerferry.planner.program import Piece, Program
 from layerferry.planner.schedule import waits
 from layerferry.planner.updates import finish_s, orthogonal_s, trip_bytes, update_s
@@ -225,7 +225,7 @@ def _uploaded_by_experts(model: Model, plan: Plan, spec: PlaneSpec) -> int:
 
 def _uploaded(uses: Sequence[int], sizes: Mapping[int, int], plan: Plan, num_slots: int) -> int:
     """Bytes of all waves that ``uses`` of pieces of these ``sizes`` upload."""
-    slots = EndSlots(num_slots)
+    slots = PartSlots(num_slots)
     by_wave = []
     for _ in range(min(plan.num_waves, 3)):
         begun = slots.expect(uses)

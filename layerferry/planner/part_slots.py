@@ -22,20 +22,20 @@ def head_part(number: int) -> int:
 
 
 @dataclass(slots=True)
-class _EndSlot:
+class _Slot:
     holds: int | None = None
     claims: int = 0
     last_use: int = -1
     free: float = 0.0
 
 
-class EndSlots:
+class PartSlots:
     """Slots of one kind, filled in the order in which ``engine/feed.py`` fills them."""
 
     def __init__(self, count: int) -> None:
-        self._slots = [_EndSlot() for _ in range(count)]
+        self._slots = [_Slot() for _ in range(count)]
         self._expected: deque[int] = deque()
-        self._assigned: deque[_EndSlot] = deque()
+        self._assigned: deque[_Slot] = deque()
         self._uses = 0
 
     def expect(self, pieces: Sequence[int]) -> list[tuple[int, float]]:
