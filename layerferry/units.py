@@ -172,13 +172,15 @@ Piece: TypeAlias = Unit | Part
 """What travels at a time."""
 
 
-@lru_cache(maxsize=1024)
 def divide(unit: Unit, count: int) -> tuple[Piece, ...]:
     """``unit`` in at most ``count`` parts of about as many rows, and before them a layer's body; itself alone where it has no
     tables, or few rows. The same parts every time: they are told apart by identity, as units are."""
+    return _divided(unit, count) if count > 1 and unit.tables else (unit,)
+
+
+@lru_cache(maxsize=1024)
+def _divided(unit: Unit, count: int) -> tuple[Piece, ...]:
     tables = [unit.layout.by_name[name] for name in unit.tables]
-    if count <= 1 or not tables:
-        return (unit,)
     # every part begins where a parameter may begin: its padding is then the table's own, or none
     multiple = lcm(*(ALIGN_ELEMENTS // gcd(_row(table), ALIGN_ELEMENTS) for table in tables))
     height = {table.name: multiple * -(-table.shape[0] // (count * multiple)) for table in tables}

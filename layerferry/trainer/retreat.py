@@ -49,8 +49,8 @@ def smaller(question: Problem, plan: Plan) -> Plan | None:
 
 
 def _neighbours(plan: Plan) -> Iterator[Plan]:
-    """Fewer rows at a time, fewer activations kept, smaller pieces of the logits, fewer buffers; more waves where their sums are
-    carried in fp32."""
+    """Fewer rows at a time, fewer activations kept, smaller parts of layers' experts, smaller pieces of the logits,
+    fewer buffers; more waves where their sums are carried in fp32."""
     rows = [rows for rows in range(1, plan.micro_batch_rows) if plan.micro_batch_rows % rows == 0]
     budgets = [budget for budget in BUDGETS if budget < plan.activation_budget] if plan.compile else [0.0]
     waves = plan.num_waves * 2 if plan.num_waves * plan.micro_batch_rows * 2 <= plan.rows_per_step else plan.num_waves
