@@ -40,6 +40,7 @@ run 7b-stream 11 step step --case 7b-stream-44 $stream --activation-budget 0.0 -
 run 7b-adam8 6 step step --case 7b-adam8 $stream --activation-budget 0.0 --optim adamw_8bit
 run 7b-16k 5 step step --case 7b-16k --model qwen2.5-7b --rows 16 --row-tokens 1024 --auto 1
 run 7b-muon 7 step step --case 7b-muon $stream --activation-budget 0.0 --optim muon
+run 7b-muon-free 5 step step --case 7b-muon-free --model qwen2.5-7b $rows --auto 1 --optim muon
 run 14b-adam8-free 9 step step --case 14b-adam8-free --model qwen2.5-14b $rows --auto 1 --optim adamw_8bit
 run 14b-adam8 9 step step --case 14b-adam8 --model qwen2.5-14b $rows --micro-batch-rows 32 --num-waves 2 --activation-budget 0.1 --optim adamw_8bit --steps 3
 run 32b-lean 12 step step --case 32b-lean --model qwen2.5-32b --rows 64 --row-tokens 1024 --auto 1 --optim adamw_8bit --master-weights bf16 --steps 3
@@ -56,6 +57,7 @@ run 7b-512k 25 step step --case 7b-512k $long --row-tokens 524288
 run 7b-512k-half 13 step step --case 7b-512k-half $long --row-tokens 524288 --layers 14 --optim adamw_8bit
 run qwen3-30b-a3b 9 step step --case qwen3-30b-a3b --model qwen3-30b-a3b --layers 24 $rows --auto 1
 run gpt-oss-120b 9 step step --case gpt-oss-120b --model gpt-oss-120b --layers 3 $rows --auto 1
+run gpt-oss-120b-24gib 4 step step --case gpt-oss-120b-24gib --model gpt-oss-120b --layers 2 $rows --auto 1 --device-memory 24
 
 # What limits them.
 run layer 6 layer layer --model qwen2.5-7b --row-tokens 1024 --micro-batch-rows 16,32 --budgets 0,0.1,0.3,0.5,0.7,1

@@ -58,7 +58,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "sgd": {"optim": "sgd", "momentum": 0.9},
 }
 """Name → fields of ``OptimConfig``."""
-LR_FACTOR = {"lion": 0.1, "lion_8bit": 0.1, "sgd": 10.0}
+LR_FACTOR = {"lion": 0.3, "lion_8bit": 0.3, "sgd": 10.0}
 """Of the learning rate, by rule. Lion's paper advises a third to a tenth; SGD's has another unit."""
 BASELINE = "plain-fp32"
 PLAIN_BF16 = "plain-bf16"

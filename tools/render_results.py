@@ -32,6 +32,7 @@ WHAT = {
     "7b-10gib": "Qwen2.5-7B with 10 GiB of device memory",
     "7b-10gib-8k": "the same in rows of 8,192 tokens",
     "7b-muon": "Qwen2.5-7B under Muon, everything streamed, only inputs kept",
+    "7b-muon-free": "the same as the planner likes: embedding and 2 layers on the device, four waves",
     "7b-128k": "Qwen2.5-7B, one sequence of 131,072 tokens",
     "7b-256k": "Qwen2.5-7B, one sequence of 262,144 tokens",
     "7b-512k-half": "14 of its 28 layers under 8-bit AdamW, one sequence of 524,288 tokens",
@@ -44,6 +45,7 @@ WHAT = {
     "3b-resident": "Qwen2.5-3B, an ordinary training script (compiled, fused loss, fp32 masters) in the same run",
     "qwen3-30b-a3b": "24 layers of Qwen3-30B-A3B (8 of 128 experts), active parameters counted; 12 units on the device",
     "gpt-oss-120b": "3 of 36 layers of GPT-OSS-120B (4 of 128 experts), active parameters counted; all that fit",
+    "gpt-oss-120b-24gib": "2 of its layers with 24 GiB of device memory: experts travel in four parts",
     "7b-packed-250": "Qwen2.5-7B, rows packed with samples of 250 tokens, kept apart",
     "7b-full-rows": "the same plan with full rows, in the same run",
 }
@@ -252,6 +254,8 @@ def _plan(row: dict[str, Any]) -> str:
         words[0] += f", {plan['first_wave']} of them in the first"
     if plan.get("turn_layers"):
         words.append(f"{plan['turn_layers']} layers turn")
+    if plan.get("expert_parts", 1) > 1:
+        words.append(f"experts in {plan['expert_parts']} parts")
     if plan.get("richer_layers"):
         words.append(f"{plan['richer_layers']} layers {plan['richer_budget']:g}")
     if plan.get("on_device"):
