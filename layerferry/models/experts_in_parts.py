@@ -91,11 +91,11 @@ class Asked:
     def spread(self, values: Tensor, pairs: Tensor, sums: Tensor) -> None:
         """``sums`` [N, D] fp32 += ``values`` [S, D] of ``pairs``, one choice after the other: one order, on every device."""
         count, choices = self.index.shape
-        place = torch.full((count * choices,), -1, dtype=torch.int64, device=pairs.device)
-        place[pairs] = torch.arange(len(pairs), device=pairs.device)
+        with_zeros = torch.cat([values, values.new_zeros(1, values.shape[1])])
+        place = torch.full((count * choices,), len(pairs), dtype=torch.int64, device=pairs.device)
+        place.scatter_(0, pairs, torch.arange(len(pairs), device=pairs.device))
         for own in place.view(count, choices).unbind(1):
-            there = values.index_select(0, own.clamp(min=0)).to(sums.dtype)
-            sums += torch.where((own >= 0)[:, None], there, 0)
+            sums += with_zeros.index_select(0, own)
 
 
 def count_pairs(asked: Sequence[Asked]) -> None:
