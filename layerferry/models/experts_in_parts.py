@@ -58,6 +58,14 @@ def undividable(layers: Iterable[Unit]) -> str | None:
     return None if any(unit.tables for unit in layers) else "its layers have no stacked experts"
 
 
+class ExpertsRefused(ModelRefused):
+    """A layer calls its experts in a way that cannot be answered in parts."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}: expert_parts: 1 feeds it whole")
+        self.reason = reason
+
+
 @dataclass(eq=False)
 class Asked:
     """What the experts of one layer were asked for one micro-batch. Without graph."""
@@ -157,18 +165,18 @@ class ExpertsTap:
         finally:
             self._asked = self._values = self._slopes = None
         if not self._calls:
-            raise ModelRefused(f"{self._name}: a layer ran without its experts: expert_parts: 1 feeds it whole")
+            raise ExpertsRefused(f"{self._name}: a layer ran without its experts")
 
     def _forward(self, *args: Any, **kwargs: Any) -> Tensor:
         self._calls += 1
         given = self._signature.bind(self._module, *args, **kwargs).args[1:]
         shapes = [tuple(tensor.shape) for tensor in given if isinstance(tensor, Tensor)]
         if not (len(given) == len(shapes) == 3 and len(shapes[0]) == len(shapes[1]) == 2 and shapes[1] == shapes[2]):
-            raise ModelRefused(f"{self._name}: called with {shapes}, not hidden, index, weights: expert_parts: 1 feeds it whole")
+            raise ExpertsRefused(f"{self._name}: called with {shapes}, not hidden, index, weights")
         hidden, index, weights = given
         if self._asked is not None:
             if self._asked:
-                raise ModelRefused(f"{self._name}: runs twice in a layer: expert_parts: 1 feeds it whole")
+                raise ExpertsRefused(f"{self._name}: runs twice in a layer")
             # copies: what comes after may change them in place
             self._asked.append(Asked(hidden.detach().clone(), index.clone(), weights.detach().clone(), self._num_experts))
             return torch.zeros_like(hidden)

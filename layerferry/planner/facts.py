@@ -9,7 +9,6 @@ until ``calibrate.py`` has measured. Checked by ``tests/planner/test_facts.py``.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 from collections.abc import Hashable, Iterator
@@ -19,13 +18,13 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from layerferry.backends.pages import untouched_zeros
 from layerferry.engine.sizes import pieces_of
 from layerferry.layout import WEIGHT_PLANE, Plane
 from layerferry.models.embedding import EmbeddingTap
-from layerferry.models.experts_in_parts import undividable
+from layerferry.models.experts_in_parts import ExpertsRefused, undividable
 from layerferry.models.graph import tensors_in
 from layerferry.models.inputs import Inputs
 from layerferry.models.skeleton import Skeleton
@@ -33,6 +32,7 @@ from layerferry.models.stack import LayerCall
 from layerferry.models.token_wise import has_inner_width
 from layerferry.plan import Plan
 from layerferry.planner.flops import Flops, chosen_share
+from layerferry.planner.on_meta import is_linear, run_body_on_meta, run_on_meta
 from layerferry.units import Part, Piece, Unit, divide
 
 log = logging.getLogger(__name__)
@@ -190,7 +190,7 @@ class Model:
             isolated_mask_bytes=compute_bytes if eager else 1,
             has_linear_head=skeleton.head is not None,
             undividable=skeleton.undividable,
-            undividable_layers=undividable(skeleton.layer_units),
+            undividable_layers=undividable(skeleton.layer_units) or trial.refusal,
             chosen_share=chosen_share(skeleton.config.get_text_config()),
             num_below=skeleton.reach.num_below,
             attention_bytes=_attention_bytes(skeleton, compute_bytes) if skeleton.has_varlen else 0,
@@ -201,6 +201,8 @@ class Model:
 class _Trial:
     kept: tuple[Kept, ...]
     rotary_width: int
+    refusal: str | None
+    """Why layers with experts do not run apart from them; None where none was seen to refuse."""
 
 
 _TRIALS: dict[Hashable, _Trial] = {}
@@ -220,7 +222,8 @@ def _trial(skeleton: Skeleton, firsts: list[int]) -> _Trial:
     key = _key(skeleton)
     if key not in _TRIALS:
         calls = _layer_calls(skeleton)
-        _TRIALS[key] = _Trial(tuple(_kept(skeleton, index, calls) for index in firsts), _rotary_width(calls))
+        kept = tuple(_kept(skeleton, index, calls) for index in firsts)
+        _TRIALS[key] = _Trial(kept, _rotary_width(calls), _refusal(skeleton, firsts, calls))
     return _TRIALS[key]
 
 
@@ -266,7 +269,9 @@ def _kept(skeleton: Skeleton, index: int, calls: list[list[LayerCall]] | None) -
     eager, square = 1.0 / COMPILED_SHARE * linear * itemsize, 0.0
     if calls is not None:
         try:
-            runs = [_meta_run(layer, call[index], n, skeleton.hidden_size) for n, call in zip(_TRIAL_TOKENS, calls, strict=True)]
+            runs = [
+                run_on_meta(layer, call[index], n, skeleton.hidden_size) for n, call in zip(_TRIAL_TOKENS, calls, strict=True)
+            ]
             grown = max((runs[1].kept - runs[0].kept) / (_TRIAL_TOKENS[1] - _TRIAL_TOKENS[0]), 0.0)
             eager = runs[0].kept - grown * _TRIAL_TOKENS[0]
             square = grown if getattr(skeleton.config, "_attn_implementation", None) == "eager" else 0.0
@@ -286,6 +291,19 @@ def _kept(skeleton: Skeleton, index: int, calls: list[list[LayerCall]] | None) -
         inner_share=inner_share,
         outer_largest=max(outer, boundary) * itemsize,
     )
+
+
+def _refusal(skeleton: Skeleton, firsts: list[int], calls: list[list[LayerCall]] | None) -> str | None:
+    divided = [index for index in firsts if calls is not None and skeleton.layer_units[index].tables]
+    for index in divided:
+        assert calls is not None
+        try:
+            run_body_on_meta(skeleton.layers[index], calls[0][index], _TRIAL_TOKENS[0], skeleton.hidden_size)
+        except ExpertsRefused as error:
+            return error.reason
+        except Exception as error:  # what does not run on meta may be divided all the same
+            log.debug("%s: the body of layer %d does not run on meta: %s", skeleton.config.model_type, index, error)
+    return None
 
 
 def _inner(layer: nn.Module, hidden_size: int) -> tuple[int, float, int]:
@@ -312,65 +330,6 @@ def _attention_bytes(skeleton: Skeleton, compute_bytes: int) -> int:
     widths = [width for width, _ in Flops.of(skeleton).attention]
     heads = int(getattr(skeleton.config.get_text_config(), "num_attention_heads", 0) or 0)
     return max(widths, default=0) * compute_bytes + heads * 4
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    kept: float  # bytes per token, output counted, input and parameters not
-    linear: int  # elements per token: outputs and distinct inputs of linear modules
-
-
-def _meta_run(layer: nn.Module, call: LayerCall, num_tokens: int, hidden_size: int) -> _Run:
-    twin = copy.deepcopy(layer).to("meta").train()
-    dtype = next(twin.parameters()).dtype
-    hidden = torch.zeros(1, num_tokens, hidden_size, dtype=dtype, device="meta", requires_grad=True)
-    args, kwargs = _on_meta(call.args), _on_meta(call.kwargs)
-    given = [*twin.parameters(), *twin.buffers(), *tensors_in((args, kwargs))]
-    known = {_storage(t) for t in given}
-    saved: dict[int, Tensor] = {}
-    inputs: dict[int, Tensor] = {}
-    outputs = 0
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.device.type == "meta" and _storage(tensor) not in known:
-            saved[_storage(tensor)] = tensor
-        return tensor
-
-    def note(module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
-        nonlocal outputs
-        outputs += output.shape[-1]
-        inputs[_storage(given[0])] = given[0]
-
-    hooks = [m.register_forward_hook(note) for m in twin.modules() if is_linear(m)]
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        if call.hidden_name is None:
-            twin(hidden, *args, **kwargs)
-        else:
-            twin(*args, **{call.hidden_name: hidden}, **kwargs)
-    for hook in hooks:
-        hook.remove()
-    saved.pop(_storage(hidden), None)
-    kept = sum(t.untyped_storage().nbytes() for t in saved.values()) + hidden.numel() * dtype.itemsize
-    return _Run(kept / num_tokens, outputs + sum(t.shape[-1] for t in inputs.values()))
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _on_meta(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.to("meta")
-    if isinstance(value, dict):
-        return {key: _on_meta(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_on_meta(item) for item in value)
-    return value
-
-
-def is_linear(module: nn.Module) -> bool:
-    """A matrix multiplication as a module; GPT-2 calls its own ``Conv1D``."""
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def _linear_widths(layer: nn.Module, config: Any) -> tuple[int, int]:
