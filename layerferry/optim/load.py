@@ -43,10 +43,14 @@ def load_kernels() -> Kernels:
         return ReferenceKernels()
 
 
+FOR_TWO_THREADS = 1 << 14
+"""Elements from which on a second thread is given some (``kMinPerThread`` of ``native/common.h``)."""
+
+
 def self_check(kernels: Kernels) -> bool:
-    """Do ``kernels`` agree with the torch reference on a few hundred values of every kind, two threads, bit for bit?"""
+    """Do ``kernels`` agree with the torch reference on values of every kind, two threads, bit for bit?"""
     generator = torch.Generator().manual_seed(0)
-    numel = 391
+    numel = FOR_TWO_THREADS + 391
     master = torch.randn(numel, generator=generator) * torch.logspace(-30, 3, numel)
     grad = torch.randn(numel, generator=generator) * torch.logspace(-12, 6, numel)
     scalars = AdamWScalars.of(lr=1e-3, step=7, grad_scale=0.37, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -98,9 +102,10 @@ def _format_trial(kernels: Kernels, master: torch.Tensor, grad: torch.Tensor, sc
 
 def _factored_trial(kernels: Kernels, master: torch.Tensor, grad: torch.Tensor) -> Iterator[torch.Tensor]:
     """Three steps of Adafactor over two matrices of odd width in chunks that leave a rest, and a vector, with a master of every
-    format."""
-    shapes, chunk_rows = ((2, 13, 15), (1, 1, 2 * BLOCK_ELEMENTS - 1)), 7
+    format; of the first, matrices that two threads share."""
+    chunk_rows = 7
     for residue in (torch.int16, torch.int8, None):
+        shapes = ((2, 127, 65) if residue is torch.int16 else (2, 13, 15), (1, 1, 2 * BLOCK_ELEMENTS - 1))
         for dtype in (torch.bfloat16, torch.float32) if residue is None else (torch.bfloat16,):
             parameters = []
             for matrices, height, width in shapes:
