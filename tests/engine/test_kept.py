@@ -196,6 +196,24 @@ def test_what_was_sent_is_released_once_it_has_arrived_and_not_before() -> None:
     assert own.sent_bytes == own.returned_bytes == 3 * 32
 
 
+@pytest.mark.parametrize("chaos", range(4))
+def test_what_is_taken_stays_when_its_landing_is_used_again(chaos: int) -> None:
+    """Three layers at the host, more than there are landings, and a fourth whose inputs stay: of those no copy is made."""
+    backend = ChaosBackend(chaos)
+    own = KeptInputs(backend, Clock(backend), InputSizes(3, 2, 32, 0, 4, 4))
+    own.begin([4, 7])
+    places = [(layer, number) for layer in range(4) for number in (4, 7)]
+    sent = {place: torch.randn(1, 2, 4) for place in places}
+    values = {place: tensor.clone() for place, tensor in sent.items()}
+    for (layer, number), tensor in sent.items():
+        own.send(UNIT, layer, number, tensor)
+    own.expect()
+    taken = {(layer, number): own.take(layer, number) for layer in (3, 2, 1, 0) for number in (4, 7)}
+    assert all(torch.equal(taken[place], values[place]) for place in places)
+    assert all(taken[3, number] is sent[3, number] for number in (4, 7))
+    assert own.returned_bytes == 6 * 32
+
+
 def test_a_wave_that_broke_off_leaves_nothing_behind() -> None:
     own = kept(ChaosBackend(3))
     for attempt in range(3):
