@@ -8,10 +8,10 @@ The body of such a layer, what is no expert, stays in a layer's slot while its e
   part, last to first, so that those at the turn are still there, has its own gradient and its share of dL/d(hidden) and
   dL/d(weights). A last run of the body takes these down into its own parameters and its input.
 
-So forward the body runs twice up and three times down, with the graph of one micro-batch at a time, and the experts once up and
-twice down. Sums over experts have another order than in a whole layer, and one rounding: the same bits for the same number of
-parts, whatever slots, waves and places of what travels. Layers that are there whole, at home too, are ``sweep.py``'s. Checked by
-``tests/engine/test_experts_in_parts.py``.
+So the body's forward runs twice on the way up and three times down, with the graph of one micro-batch at a time, that of the
+experts once and twice. Sums over experts have another order than in a whole layer, and one rounding: the same bits for the same
+number of parts, whatever slots, waves and places of what travels. Whole layers, and so those at home, are ``sweep.py``'s. Checked
+by ``tests/engine/test_experts_in_parts.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from layerferry.engine.one_layer import FedLayer, OneLayer
 from layerferry.engine.sizes import pieces_of
 from layerferry.engine.wave import Pass, Wave
 from layerferry.errors import PlanError
-from layerferry.models.experts_in_parts import Asked, ExpertsTap, SomeExperts, chosen, count_pairs
+from layerferry.models.experts_in_parts import Asked, ExpertsTap, SomeExperts, count_pairs
 from layerferry.plan import Plan
 from layerferry.units import Part, Piece, Unit
 
@@ -40,7 +40,7 @@ WHOLE_LAYERS = ("mlp_chunk_tokens", "kept_attention", "turn_layers", "richer_lay
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """What the parts give back to the body, for one micro-batch."""
+    """dL/d(what the experts were asked) of one micro-batch, to which each part adds its share."""
 
     by_hidden: Tensor  # [N, D] fp32 @device
     by_weights: Tensor  # [N, K] fp32 @device
@@ -56,7 +56,8 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True)
 class ExpertParts:
-    """The ways up and down through the layers of ``bodies`` and ``parts``, both by layer index."""
+    """The layers that are divided, their ``bodies`` and ``parts`` by layer index. Each way takes one of them, and all
+    micro-batches of a wave."""
 
     layer: OneLayer
     feed: Feed
@@ -164,7 +165,7 @@ class ExpertParts:
                 for one, own in zip(asked, sums, strict=True):
                     pairs = one.pairs(experts.experts)
                     if len(pairs):
-                        one.spread(experts(*chosen(one, pairs, experts.experts)), pairs, own)
+                        one.spread(experts(*one.chosen(pairs, experts.experts)), pairs, own)
         return (sums.pop(0).to(one.hidden.dtype) for one in asked)
 
     def _pull(
@@ -184,7 +185,7 @@ def _pull_one(experts: SomeExperts, asked: Asked, slope: Tensor, pulled: Pulled)
     pairs = asked.pairs(experts.experts)
     if not len(pairs):
         return [None] * len(experts.parameters)
-    hidden, index, weights = chosen(asked, pairs, experts.experts)
+    hidden, index, weights = asked.chosen(pairs, experts.experts)
     leaves = [hidden.requires_grad_(True), weights.requires_grad_(True)]
     with torch.enable_grad():
         values = experts(hidden, index, weights)

@@ -96,6 +96,14 @@ class Asked:
         """[S]: the token of each pair."""
         return pairs // self.index.shape[1]
 
+    def chosen(self, pairs: Tensor, experts: range) -> Sequence[Tensor]:
+        """What ``SomeExperts`` of a range are called with for its ``pairs``: hidden [S, D], index [S], weights [S]."""
+        return (
+            self.hidden.index_select(0, self.tokens(pairs)),
+            self.index.reshape(-1).index_select(0, pairs) - experts.start,
+            self.weights.reshape(-1).index_select(0, pairs),
+        )
+
     def spread(self, values: Tensor, pairs: Tensor, sums: Tensor) -> None:
         """``sums`` [N, D] fp32 += ``values`` [S, D] of ``pairs``, one choice after the other: one order, on every device."""
         count, choices = self.index.shape
@@ -188,7 +196,8 @@ class ExpertsTap:
 
 
 class SomeExperts:
-    """The experts of ``part``, in a slot. ``parameters`` follow the order of the part's layout."""
+    """The family's experts module with the experts of ``part`` alone, in a slot. ``parameters`` follow the order of the part's
+    layout."""
 
     def __init__(self, layer: nn.Module, part: Part, buffer: Tensor) -> None:
         path = stacked_experts(layer)
@@ -207,12 +216,3 @@ class SomeExperts:
         """hidden [S, D], index [S] (of this part's experts), weights [S] -> [S, D] of one expert each, weighted."""
         answer: Tensor = self.module(hidden, index.unsqueeze(1), weights.unsqueeze(1))
         return answer
-
-
-def chosen(asked: Asked, pairs: Tensor, experts: range) -> Sequence[Tensor]:
-    """What ``SomeExperts`` are called with for ``pairs``."""
-    return (
-        asked.hidden.index_select(0, asked.tokens(pairs)),
-        asked.index.reshape(-1).index_select(0, pairs) - experts.start,
-        asked.weights.reshape(-1).index_select(0, pairs),
-    )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from layerferry.errors import ModelRefused
 from layerferry.layout import WEIGHT_PLANE, Plane
-from layerferry.models.experts_in_parts import Asked, ExpertsTap, SomeExperts, chosen, count_pairs, expert_tables, stacked_experts
+from layerferry.models.experts_in_parts import Asked, ExpertsTap, SomeExperts, count_pairs, expert_tables, stacked_experts
 from layerferry.units import Part, divide
 from tests.conformance.families import BY_TYPE, tiny_config
 from tests.conformance.harness import make_engine, real_model
@@ -63,7 +63,7 @@ def test_every_chosen_pair_is_in_one_range() -> None:
     count_pairs([asked])
     found = [asked.pairs(own).tolist() for own in ranges]
     assert found == [[0, 7], [4], [2, 3, 1, 6]]
-    hidden, index, weights = chosen(asked, asked.pairs(ranges[2]), ranges[2])
+    hidden, index, weights = asked.chosen(asked.pairs(ranges[2]), ranges[2])
     assert index.tolist() == [0, 0, 2, 2] and len(weights) == 4
     assert torch.equal(hidden, asked.hidden[[1, 1, 0, 3]])
 
@@ -112,7 +112,7 @@ def test_some_experts_are_the_familys_own(name: str) -> None:
         experts = SomeExperts(layer, part, own.buffer)
         pairs = asked.pairs(experts.experts)
         with torch.no_grad():
-            asked.spread(experts(*chosen(asked, pairs, experts.experts)), pairs, sums)
+            asked.spread(experts(*asked.chosen(pairs, experts.experts)), pairs, sums)
     with torch.no_grad():
         expected = whole(hidden, index, asked.weights)
     assert torch.allclose(sums, expected, rtol=0, atol=2.0**-21 * float(expected.abs().max()))
