@@ -6,10 +6,9 @@
 // moved. `layerferry/optim/reference_factored.py` is the same in torch, operation by operation; `tests/optim/test_adafactor.py`
 // holds the two to the same bits, for every clone.
 //
-// Sums are trees by halving: element i of a level is i + (i + half), and an odd last one goes to the first. That is one order for
-// every vector width. Sums by row run along the row in place. Sums by column run over the rows of a chunk, and are walked depth
-// first, so that each row is read once and log2(rows) rows of sums are held; chunks are then added in their order, whichever thread
-// had them.
+// Sums go over tiles of fixed sizes, each a tree by halving that zeros fill up, and tiles are added in their order: one order for
+// every vector width, every number of threads, and a GPU. Sums by row run along the row. Sums by column run over the rows of a
+// tile, and are walked depth first, so that each row is read once and log2(rows) rows of sums are held.
 //
 // Threads share out the pieces of all parameters, so each pass over a unit is one parallel region, and small matrices keep
 // every core busy too: whichever thread is free takes the next piece; none waits for another before the end, which costs most
@@ -30,7 +29,6 @@ struct Factored {
     int64_t matrices;
     int64_t height;
     int64_t width;
-    int64_t chunk_rows;  // rows of a matrix whose sums by column are one tree
     int64_t start;       // place of the first element in its section, whole blocks: what the random numbers are counted by
     int32_t master;
     int32_t grad_is_fp32;
@@ -51,17 +49,27 @@ struct Scalars {
 
 namespace {
 
-// The sum of `count` numbers, which are overwritten.
-CLONES float tree(float *values, int64_t count) {
-    while (count > 1) {
-        const int64_t half = count / 2;
-        float *__restrict__ low = values;
-        const float *__restrict__ high = values + half;
-        for (int64_t i = 0; i < half; ++i) low[i] = low[i] + high[i];
-        if (count % 2) values[0] = values[0] + values[2 * half];
-        count = half;
+// Mirrors layerferry/optim/factored.py.
+constexpr int64_t kTileColumns = 128, kTileRows = 256, kTileNumbers = 1024;
+
+// The sum of a tile, which is overwritten.
+template <int64_t kCount>
+INLINE float tree(float *__restrict__ values) {
+    if constexpr (kCount > 1) {
+        for (int64_t i = 0; i < kCount / 2; ++i) values[i] = values[i] + values[i + kCount / 2];
+        return tree<kCount / 2>(values);
     }
     return values[0];
+}
+
+CLONES float sum_of(const float *values, int64_t count) {
+    float sum = 0.0f;
+    for (int64_t at = 0; at < count; at += kTileNumbers) {
+        alignas(64) float tile[kTileNumbers] = {};
+        std::copy(values + at, values + std::min(at + kTileNumbers, count), tile);
+        sum = sum + tree<kTileNumbers>(tile);
+    }
+    return sum;
 }
 
 template <typename Element>
@@ -72,64 +80,70 @@ INLINE float squared(Element grad, float grad_scale, float eps) {
 
 // ---- sums of the squared gradient
 
-// Of one row: the squares themselves, and their sum.
+// Of one row: the squares themselves, and their sum. The last tile's rest is zeros.
 template <typename Element>
-INLINE float squares_of_row(const Element *__restrict__ row, int64_t width, float grad_scale, float eps, float *__restrict__ squares,
-                            float *__restrict__ halves) {
-    const int64_t half = width / 2;
-    for (int64_t i = 0; i < half; ++i) {
-        const float low = squared(row[i], grad_scale, eps), high = squared(row[i + half], grad_scale, eps);
-        squares[i] = low;
-        squares[i + half] = high;
-        halves[i] = low + high;
+INLINE float squares_of_row(const Element *__restrict__ row, int64_t width, float grad_scale, float eps,
+                            float *__restrict__ squares) {
+    float sum = 0.0f;
+    alignas(64) float tile[kTileColumns];
+    int64_t at = 0;
+    for (; at + kTileColumns <= width; at += kTileColumns) {
+        for (int64_t i = 0; i < kTileColumns; ++i) tile[i] = squares[at + i] = squared(row[at + i], grad_scale, eps);
+        sum = sum + tree<kTileColumns>(tile);
     }
-    if (width % 2) {
-        squares[2 * half] = squared(row[2 * half], grad_scale, eps);
-        halves[0] = half ? halves[0] + squares[2 * half] : squares[0];
+    if (at < width) {
+        for (int64_t i = 0; i < kTileColumns; ++i) tile[i] = 0.0f;
+        for (int64_t i = 0; i < width - at; ++i) tile[i] = squares[at + i] = squared(row[at + i], grad_scale, eps);
+        sum = sum + tree<kTileColumns>(tile);
     }
-    return tree(halves, half ? half : 1);
+    return sum;
 }
 
 // Of two rows that are neighbours in the tree: their squares summed by column, and the sum of each row.
 template <typename Element>
 INLINE void squares_of_pair(const Element *__restrict__ one, const Element *__restrict__ other, int64_t width, float grad_scale,
-                            float eps, float *__restrict__ columns, float *__restrict__ halves, float &sum_of_one,
-                            float &sum_of_other) {
-    const int64_t half = width / 2;
-    float *__restrict__ other_halves = halves + half + 1;
-    for (int64_t i = 0; i < half; ++i) {
-        const float one_low = squared(one[i], grad_scale, eps), one_high = squared(one[i + half], grad_scale, eps);
-        const float other_low = squared(other[i], grad_scale, eps), other_high = squared(other[i + half], grad_scale, eps);
-        columns[i] = one_low + other_low;
-        columns[i + half] = one_high + other_high;
-        halves[i] = one_low + one_high;
-        other_halves[i] = other_low + other_high;
+                            float eps, float *__restrict__ columns, float &sum_of_one, float &sum_of_other) {
+    float first = 0.0f, second = 0.0f;
+    alignas(64) float tile[kTileColumns], other_tile[kTileColumns];
+    int64_t at = 0;
+    for (; at + kTileColumns <= width; at += kTileColumns) {
+        for (int64_t i = 0; i < kTileColumns; ++i) {
+            tile[i] = squared(one[at + i], grad_scale, eps);
+            other_tile[i] = squared(other[at + i], grad_scale, eps);
+            columns[at + i] = tile[i] + other_tile[i];
+        }
+        first = first + tree<kTileColumns>(tile);
+        second = second + tree<kTileColumns>(other_tile);
     }
-    if (width % 2) {
-        const float last = squared(one[2 * half], grad_scale, eps), other_last = squared(other[2 * half], grad_scale, eps);
-        columns[2 * half] = last + other_last;
-        halves[0] = half ? halves[0] + last : last;
-        other_halves[0] = half ? other_halves[0] + other_last : other_last;
+    if (at < width) {
+        for (int64_t i = 0; i < kTileColumns; ++i) tile[i] = other_tile[i] = 0.0f;
+        for (int64_t i = 0; i < width - at; ++i) {
+            tile[i] = squared(one[at + i], grad_scale, eps);
+            other_tile[i] = squared(other[at + i], grad_scale, eps);
+            columns[at + i] = tile[i] + other_tile[i];
+        }
+        first = first + tree<kTileColumns>(tile);
+        second = second + tree<kTileColumns>(other_tile);
     }
-    sum_of_one = tree(halves, half ? half : 1);
-    sum_of_other = tree(other_halves, half ? half : 1);
+    sum_of_one = first;
+    sum_of_other = second;
 }
 
-CLONES void one_row(const Factored &f, const Scalars &s, int64_t row, float *columns, float *halves, float *by_row) {
+CLONES void one_row(const Factored &f, const Scalars &s, int64_t row, float *columns, float *by_row) {
     const int64_t at = row * f.width;
     by_row[row] = f.grad_is_fp32
-                      ? squares_of_row(static_cast<const float *>(f.grad) + at, f.width, s.grad_scale, s.eps, columns, halves)
-                      : squares_of_row(static_cast<const uint16_t *>(f.grad) + at, f.width, s.grad_scale, s.eps, columns, halves);
+                      ? squares_of_row(static_cast<const float *>(f.grad) + at, f.width, s.grad_scale, s.eps, columns)
+                      : squares_of_row(static_cast<const uint16_t *>(f.grad) + at, f.width, s.grad_scale, s.eps, columns);
 }
 
-CLONES void two_rows(const Factored &f, const Scalars &s, int64_t one, int64_t other, float *columns, float *halves, float *by_row) {
+CLONES void two_rows(const Factored &f, const Scalars &s, int64_t one, int64_t other, float *columns, float *by_row) {
     const int64_t width = f.width;
     if (f.grad_is_fp32) {
         const float *grad = static_cast<const float *>(f.grad);
-        squares_of_pair(grad + one * width, grad + other * width, width, s.grad_scale, s.eps, columns, halves, by_row[one], by_row[other]);
+        squares_of_pair(grad + one * width, grad + other * width, width, s.grad_scale, s.eps, columns, by_row[one], by_row[other]);
     } else {
         const uint16_t *grad = static_cast<const uint16_t *>(f.grad);
-        squares_of_pair(grad + one * width, grad + other * width, width, s.grad_scale, s.eps, columns, halves, by_row[one], by_row[other]);
+        squares_of_pair(grad + one * width, grad + other * width, width, s.grad_scale, s.eps, columns, by_row[one], by_row[other]);
     }
 }
 
@@ -137,7 +151,7 @@ CLONES void add_range(float *__restrict__ sums, const float *__restrict__ values
     for (int64_t i = 0; i < count; ++i) sums[i] = sums[i] + values[i];
 }
 
-// The tree of a chunk's rows. A thread has one, for all of its chunks.
+// The tree of a tile's rows. A thread has one, for all of its tiles.
 class Columns {
   public:
     // Sums by column of `count` rows from `row` on; those by row go where they belong.
@@ -146,45 +160,38 @@ class Columns {
         s_ = &s;
         by_row_ = by_row;
         row_ = row;
-        counts_.assign(1, count);
-        while (counts_.back() > 1) counts_.push_back(counts_.back() / 2);
-        enough(sums_, static_cast<int64_t>(counts_.size() - 1) * f.width);
-        enough(halves_, 2 * (f.width / 2 + 1));
-        node(counts_.size() - 1, 0, into);
+        count_ = count;
+        const size_t needed = static_cast<size_t>(kLevels * f.width);
+        if (sums_.size() < needed) sums_.resize(needed);
+        node(0, 0, into);
     }
 
   private:
-    static void enough(std::vector<float> &room, int64_t count) {
-        if (static_cast<int64_t>(room.size()) < count) room.resize(static_cast<size_t>(count));
-    }
-
-    // Element `index` of level `depth`, where level 0 is the rows themselves.
-    void node(size_t depth, int64_t index, float *into) {
-        if (depth == 0) {
-            one_row(*f_, *s_, row_ + index, into, halves_.data(), by_row_);
-            return;
-        }
-        const int64_t half = counts_[depth];
-        float *below = sums_.data() + static_cast<int64_t>(depth - 1) * f_->width;
-        if (depth == 1) {
-            two_rows(*f_, *s_, row_ + index, row_ + index + half, into, halves_.data(), by_row_);
+    // A level has half as many elements as the one before, from one on; element `index` is the sum of `index` and
+    // `index` + their number on the next. Rows that are not there are zeros, which nobody adds.
+    void node(int64_t level, int64_t index, float *into) {
+        const int64_t other = index + (int64_t{1} << level);
+        if (level == kLevels) {
+            one_row(*f_, *s_, row_ + index, into, by_row_);
+        } else if (other >= count_) {
+            node(level + 1, index, into);
+        } else if (level == kLevels - 1) {
+            two_rows(*f_, *s_, row_ + index, row_ + other, into, by_row_);
         } else {
-            node(depth - 1, index, into);
-            node(depth - 1, index + half, below);
-            add_range(into, below, f_->width);
-        }
-        if (index == 0 && counts_[depth - 1] % 2) {
-            node(depth - 1, 2 * half, below);
+            float *below = sums_.data() + level * f_->width;
+            node(level + 1, index, into);
+            node(level + 1, other, below);
             add_range(into, below, f_->width);
         }
     }
 
+    static constexpr int64_t kLevels = 8;
+    static_assert(int64_t{1} << kLevels == kTileRows);
     const Factored *f_ = nullptr;
     const Scalars *s_ = nullptr;
     float *by_row_ = nullptr;
-    int64_t row_ = 0;
-    std::vector<int64_t> counts_;  // of the elements of each level
-    std::vector<float> sums_, halves_;
+    int64_t row_ = 0, count_ = 0;
+    std::vector<float> sums_;
 };
 
 // ---- moments and factors, a number for each row and column
@@ -217,9 +224,8 @@ void take(const Factored &f, const Scalars &s, Held &held) {
     }
     decayed(f.rows, held.by_row.data(), rows, static_cast<float>(f.width), s);
     decayed(f.columns, held.by_column.data(), f.matrices * f.width, static_cast<float>(f.height), s);
-    std::vector<float> tree_of_rows(f.rows, f.rows + rows);
     for (int64_t row = 0; row < rows; row += f.height) {
-        const float mean = tree(tree_of_rows.data() + row, f.height) / static_cast<float>(f.height);
+        const float mean = sum_of(f.rows + row, f.height) / static_cast<float>(f.height);
         inverse_roots(f.rows + row, f.height, mean, held.row_factors.data() + row);
     }
     inverse_roots(f.columns, f.matrices * f.width, 1.0f, held.column_factors.data());
@@ -240,28 +246,36 @@ INLINE float updated(Element grad, float grad_scale, float row_factor, float col
 
 template <typename Element>
 INLINE float square_of_row(const Element *__restrict__ row, int64_t width, float grad_scale, float row_factor,
-                           const float *__restrict__ column_factors, float *__restrict__ halves) {
-    const int64_t half = width / 2;
-    for (int64_t i = 0; i < half; ++i) {
-        const float low = updated(row[i], grad_scale, row_factor, column_factors[i]);
-        const float high = updated(row[i + half], grad_scale, row_factor, column_factors[i + half]);
-        halves[i] = low * low + high * high;
+                           const float *__restrict__ column_factors) {
+    float sum = 0.0f;
+    alignas(64) float tile[kTileColumns];
+    int64_t at = 0;
+    for (; at + kTileColumns <= width; at += kTileColumns) {
+        for (int64_t i = 0; i < kTileColumns; ++i) {
+            const float step = updated(row[at + i], grad_scale, row_factor, column_factors[at + i]);
+            tile[i] = step * step;
+        }
+        sum = sum + tree<kTileColumns>(tile);
     }
-    if (width % 2) {
-        const float last = updated(row[2 * half], grad_scale, row_factor, column_factors[2 * half]);
-        halves[0] = half ? halves[0] + last * last : last * last;
+    if (at < width) {
+        for (int64_t i = 0; i < kTileColumns; ++i) tile[i] = 0.0f;
+        for (int64_t i = 0; i < width - at; ++i) {
+            const float step = updated(row[at + i], grad_scale, row_factor, column_factors[at + i]);
+            tile[i] = step * step;
+        }
+        sum = sum + tree<kTileColumns>(tile);
     }
-    return tree(halves, half ? half : 1);
+    return sum;
 }
 
-CLONES void square_range(const Factored &f, const Scalars &s, int64_t from, int64_t to, float *halves, Held &held) {
+CLONES void square_range(const Factored &f, const Scalars &s, int64_t from, int64_t to, Held &held) {
     for (int64_t row = from; row < to; ++row) {
         const float *columns = held.column_factors.data() + row / f.height * f.width;
         const float by = held.row_factors[static_cast<size_t>(row)];
         const int64_t at = row * f.width;
         held.by_row[static_cast<size_t>(row)] =
-            f.grad_is_fp32 ? square_of_row(static_cast<const float *>(f.grad) + at, f.width, s.grad_scale, by, columns, halves)
-                           : square_of_row(static_cast<const uint16_t *>(f.grad) + at, f.width, s.grad_scale, by, columns, halves);
+            f.grad_is_fp32 ? square_of_row(static_cast<const float *>(f.grad) + at, f.width, s.grad_scale, by, columns)
+                           : square_of_row(static_cast<const uint16_t *>(f.grad) + at, f.width, s.grad_scale, by, columns);
     }
 }
 
@@ -307,7 +321,7 @@ CLONES void subtract_range(const Factored &f, const Scalars &s, int64_t from, in
 
 // ---- threads
 
-constexpr int64_t kHeldSums = 1 << 22;  // numbers that wait to be added: sums by column of chunks
+constexpr int64_t kHeldSums = 1 << 22;  // numbers that wait to be added: sums by column of tiles
 constexpr int64_t kPiece = 1 << 16;     // elements, about, that a thread takes at a time
 
 // Some rows of one parameter, counted over all its matrices.
@@ -333,13 +347,13 @@ void share(const std::vector<Piece> &pieces, size_t first, size_t last, int team
 }
 
 // Pieces whose sums by column are one tree each.
-std::vector<Piece> chunks_of(const Factored *parameters, int64_t count) {
+std::vector<Piece> tiles_of(const Factored *parameters, int64_t count) {
     std::vector<Piece> pieces;
     for (int64_t p = 0; p < count; ++p) {
         const Factored &f = parameters[p];
         for (int64_t matrix = 0; matrix < f.matrices * f.height; matrix += f.height)
-            for (int64_t row = 0; row < f.height; row += f.chunk_rows)
-                pieces.push_back({p, matrix + row, matrix + std::min(row + f.chunk_rows, f.height)});
+            for (int64_t row = 0; row < f.height; row += kTileRows)
+                pieces.push_back({p, matrix + row, matrix + std::min(row + kTileRows, f.height)});
     }
     return pieces;
 }
@@ -355,18 +369,18 @@ std::vector<Piece> slices_of(const Factored *parameters, int64_t count) {
 }
 
 // Sums of squared gradients by row and by column.
-void sums_of(const Factored *parameters, const Scalars &s, const std::vector<Piece> &chunks, std::vector<Held> &held,
+void sums_of(const Factored *parameters, const Scalars &s, const std::vector<Piece> &tiles, std::vector<Held> &held,
              int team) {
     std::vector<float> sums;
-    std::vector<int64_t> places(chunks.size());
-    for (size_t first = 0, last = 0; first < chunks.size(); first = last) {
+    std::vector<int64_t> places(tiles.size());
+    for (size_t first = 0, last = 0; first < tiles.size(); first = last) {
         int64_t needed = 0;
-        for (; last < chunks.size() && (last == first || needed + parameters[chunks[last].parameter].width <= kHeldSums); ++last) {
+        for (; last < tiles.size() && (last == first || needed + parameters[tiles[last].parameter].width <= kHeldSums); ++last) {
             places[last] = needed;
-            needed += parameters[chunks[last].parameter].width;
+            needed += parameters[tiles[last].parameter].width;
         }
         sums.resize(static_cast<size_t>(needed));
-        share(chunks, first, last, team, [&] {
+        share(tiles, first, last, team, [&] {
             return [&, columns = Columns()](const Piece &piece, size_t index) mutable {
                 const Factored &f = parameters[piece.parameter];
                 float *by_row = held[static_cast<size_t>(piece.parameter)].by_row.data();
@@ -374,7 +388,7 @@ void sums_of(const Factored *parameters, const Scalars &s, const std::vector<Pie
             };
         });
         for (size_t index = first; index < last; ++index) {
-            const Piece &piece = chunks[index];
+            const Piece &piece = tiles[index];
             const Factored &f = parameters[piece.parameter];
             float *by_column = held[static_cast<size_t>(piece.parameter)].by_column.data() + piece.from / f.height * f.width;
             add_range(by_column, sums.data() + places[index], f.width);
@@ -397,25 +411,20 @@ void layerferry_factored_step(const Factored *parameters, int64_t count, const S
         held[static_cast<size_t>(p)].by_row.resize(static_cast<size_t>(f.matrices * f.height));
         held[static_cast<size_t>(p)].by_column.resize(static_cast<size_t>(f.matrices * f.width));
     }
-    const std::vector<Piece> chunks = chunks_of(parameters, count), slices = slices_of(parameters, count);
+    const std::vector<Piece> tiles = tiles_of(parameters, count), slices = slices_of(parameters, count);
     // TRAP: a team of another size than the one before has threads made or ended, so that it is one for all passes
     const int team = static_cast<int>(std::min<int64_t>(threads, elements / kMinPerThread + 1));
-    sums_of(parameters, s, chunks, held, team);
+    sums_of(parameters, s, tiles, held, team);
     for (int64_t p = 0; p < count; ++p) take(parameters[p], s, held[static_cast<size_t>(p)]);
     share(slices, 0, slices.size(), team, [&] {
-        return [&, halves = std::vector<float>()](const Piece &piece, size_t) mutable {
-            const Factored &f = parameters[piece.parameter];
-            halves.resize(static_cast<size_t>(f.width / 2 + 1));
-            square_range(f, s, piece.from, piece.to, halves.data(), held[static_cast<size_t>(piece.parameter)]);
+        return [&](const Piece &piece, size_t) {
+            square_range(parameters[piece.parameter], s, piece.from, piece.to, held[static_cast<size_t>(piece.parameter)]);
         };
     });
-    std::vector<float> squares(static_cast<size_t>(count), 0.0f);
-    for (const Piece &piece : chunks) {
-        float &sum = squares[static_cast<size_t>(piece.parameter)];
-        sum = sum + tree(held[static_cast<size_t>(piece.parameter)].by_row.data() + piece.from, piece.to - piece.from);
+    for (int64_t p = 0; p < count; ++p) {
+        Held &own = held[static_cast<size_t>(p)];
+        own.factor = clipped(parameters[p], s, sum_of(own.by_row.data(), static_cast<int64_t>(own.by_row.size())));
     }
-    for (int64_t p = 0; p < count; ++p)
-        held[static_cast<size_t>(p)].factor = clipped(parameters[p], s, squares[static_cast<size_t>(p)]);
     share(slices, 0, slices.size(), team, [&] {
         return [&](const Piece &piece, size_t) {
             subtract_range(parameters[piece.parameter], s, piece.from, piece.to, held[static_cast<size_t>(piece.parameter)]);

@@ -6,7 +6,7 @@ of 1. Vectors keep the whole second moment. Tensors of more than two dimensions 
 
 The one pass of other rules cannot be: what a row and a column sum up must be known before the first element is updated, and the
 clipping of the update before it is applied. So the gradient is read three times (sums; root mean square; update) and the weight
-once: 14 bytes a parameter moved, half of AdamW's. The step over a unit's parameters is ``factored.py``'s, native or in torch.
+once: 14 bytes a parameter moved, half of AdamW's. The step over a unit's parameters is ``factored.py``'s.
 Checked by ``tests/optim/test_adafactor.py`` against transformers' Adafactor, and native against torch.
 """
 
@@ -25,8 +25,6 @@ from layerferry.optim.load import load_kernels
 from layerferry.optim.rounding import Rounding
 
 ROWS, COLUMNS = "exp_avg_sq_row", "exp_avg_sq_col"
-CHUNK_ELEMENTS = 1 << 20
-"""Of a matrix at a time: temporaries of a few MiB in torch. Fixed, because sums are taken chunk by chunk."""
 
 
 class Adafactor:
@@ -93,7 +91,6 @@ def _parameter(planes: Mapping[str, Plane], entry: Entry, decay: float) -> Facto
         matrices=entry.numel // (height * width),
         height=height,
         width=width,
-        chunk_rows=min(height, max(1, CHUNK_ELEMENTS // width)),
         start=entry.offset,
         decay=decay,
     )

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from layerferry.layout import BLOCK_ELEMENTS
+from layerferry.optim.device_factored import TritonFactored, signed
 from layerferry.optim.kernels import MASTERS, NUMBERS, Operands, kept_bits, tuned_update
 from layerferry.optim.reference import ReferenceKernels
 from layerferry.optim.rounding import Rounding
@@ -38,6 +39,7 @@ class TritonKernels(ReferenceKernels):
 
     def __init__(self) -> None:
         super().__init__()
+        self.factored = TritonFactored(self._run)
         self._cannot_be_built = False
 
     def adamw_split(
@@ -102,11 +104,6 @@ def _pointers(operands: Operands) -> list[Tensor]:
     return [grad if tensor is None else tensor for tensor in found]
 
 
-def _signed(word: int) -> int:
-    """The same 32 bits as an int32, so that an argument has one type whatever its value."""
-    return word - (1 << 32) if word >= 1 << 31 else word
-
-
 def _launch(name: str, tensors: tuple[Tensor, ...], scalars: AdamWScalars) -> None:
     numel = tensors[0].numel()
     numbers = [getattr(scalars, field) for field in scalars.__slots__]
@@ -123,8 +120,8 @@ def _launch_update(rule: Rule, operands: Operands, rounding: Rounding) -> None:
         *_pointers(operands),
         num_blocks,
         operands.start // BLOCK_ELEMENTS,
-        _signed(rounding.key_low),
-        _signed(rounding.key_high),
+        signed(rounding.key_low),
+        signed(rounding.key_high),
         *numbers,
         *(0.0,) * (NUMBERS - len(numbers)),
         RULE=RULES.index(type(rule)),

@@ -10,10 +10,13 @@ parameter's whole update before it is applied. So there are three passes over gr
     factor  = lr / max(1, sqrt(that sum / elements) / clip_threshold)
     master  = master - (update * factor + master * decay)            rounded as its format is
 
-``scaled`` is the gradient times ``grad_scale``; one fp32 rounding an operation. Sums are trees by halving; those by column
-reach over a chunk of rows, and chunks are added in their order: the bits depend on ``chunk_rows`` and on nothing else.
-Implementations: ``native_factored.py`` (C++, one call a unit), ``reference_factored.py`` (torch, any device);
-``tests/optim/test_adafactor.py`` holds them equal.
+``scaled`` is the gradient times ``grad_scale``; one fp32 rounding an operation. A sum is taken over tiles, each a tree by halving
+that is filled up with zeros, and the tiles are added in their order: by row over ``TILE_COLUMNS``, by column over ``TILE_ROWS``,
+and what rows have (their moments, their share of a square) over ``TILE_NUMBERS``. So nothing else decides the bits, and a tile is
+what one program of a GPU holds.
+Implementations: ``native_factored.py`` (C++, one call a unit), ``triton_factored.py`` (CUDA, seven launches a parameter),
+``reference_factored.py`` (torch, any device); ``tests/optim/test_adafactor.py`` and ``tests/gpu/test_device_formats.py`` hold
+them equal.
 """
 
 from __future__ import annotations
@@ -25,6 +28,9 @@ from typing import Protocol
 from torch import Tensor
 
 from layerferry.optim.rounding import Rounding
+
+TILE_COLUMNS, TILE_ROWS, TILE_NUMBERS = 128, 256, 1024
+"""Powers of two; ``native/adafactor.cpp`` has them too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +45,6 @@ class Factored:
     matrices: int
     height: int
     width: int
-    chunk_rows: int
-    """Rows of a matrix whose sums by column are one tree."""
     start: int
     """Place of the first element in its section, whole blocks: what random numbers are counted by."""
     decay: float

@@ -101,11 +101,10 @@ def _format_trial(kernels: Kernels, master: torch.Tensor, grad: torch.Tensor, sc
 
 
 def _factored_trial(kernels: Kernels, master: torch.Tensor, grad: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Three steps of Adafactor over two matrices of odd width in chunks that leave a rest, and a vector, with a master of every
-    format; of the first, matrices that two threads share."""
-    chunk_rows = 7
+    """Three steps of Adafactor over two small matrices and a vector, with a master of every format; of the first, over a
+    matrix of several tiles of rows, which two threads share."""
     for residue in (torch.int16, torch.int8, None):
-        shapes = ((2, 127, 65) if residue is torch.int16 else (2, 13, 15), (1, 1, 2 * BLOCK_ELEMENTS - 1))
+        shapes = ((1, 1117, 15) if residue is torch.int16 else (2, 13, 15), (1, 1, 2 * BLOCK_ELEMENTS - 1))
         for dtype in (torch.bfloat16, torch.float32) if residue is None else (torch.bfloat16,):
             parameters = []
             for matrices, height, width in shapes:
@@ -119,7 +118,6 @@ def _factored_trial(kernels: Kernels, master: torch.Tensor, grad: torch.Tensor) 
                     matrices=matrices,
                     height=height,
                     width=width,
-                    chunk_rows=min(height, chunk_rows),
                     start=BLOCK_ELEMENTS,
                     decay=1e-4,
                 )

@@ -41,7 +41,7 @@ class _Factored(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "residue", "grad", "rows", "columns")),
-        *((name, ctypes.c_int64) for name in ("matrices", "height", "width", "chunk_rows", "start")),
+        *((name, ctypes.c_int64) for name in ("matrices", "height", "width", "start")),
         *((name, ctypes.c_int32) for name in ("master", "grad_is_fp32")),
         ("decay", ctypes.c_float),
     )
@@ -61,7 +61,7 @@ def _struct(parameter: Factored) -> _Factored:
     weight, residue, grad, columns = parameter.weight, parameter.residue, parameter.grad, parameter.columns
     rows_in_all, is_matrix = parameter.matrices * parameter.height, columns.numel() > 0
     count = rows_in_all * parameter.width
-    assert parameter.start % BLOCK_ELEMENTS == 0 and parameter.chunk_rows >= 1
+    assert parameter.start % BLOCK_ELEMENTS == 0
     assert is_matrix or rows_in_all == 1
     return _Factored(
         weight=address(weight, weight.dtype, count),
@@ -72,7 +72,6 @@ def _struct(parameter: Factored) -> _Factored:
         matrices=parameter.matrices,
         height=parameter.height,
         width=parameter.width,
-        chunk_rows=parameter.chunk_rows,
         start=parameter.start,
         master=MASTERS.index(kept_bits(parameter)),
         grad_is_fp32=grad.dtype == torch.float32,

@@ -15,6 +15,7 @@ from torch import Tensor
 from layerferry.layout import BLOCK_ELEMENTS
 from layerferry.master import join_master, split_master
 from layerferry.optim.blocks import decode, encode
+from layerferry.optim.factored import FactoredKernels
 from layerferry.optim.kernels import Moment, Operands
 from layerferry.optim.masters import load_master, store_master
 from layerferry.optim.reference_factored import ReferenceFactored
@@ -31,7 +32,7 @@ class ReferenceKernels:
     """``Kernels`` in torch, on any device."""
 
     def __init__(self) -> None:
-        self.factored = ReferenceFactored()
+        self.factored: FactoredKernels = ReferenceFactored()
 
     def adamw_split(
         self,

@@ -1,7 +1,7 @@
-"""Adafactor in plain torch: the meaning of ``native/adafactor.cpp``, and the step of device planes.
+"""Adafactor in plain torch: the meaning of ``native/adafactor.cpp`` and ``triton_factored.py``.
 
-Elementwise operations only, in chunks of rows so that temporaries stay small, and sums as trees of elementwise sums: so neither
-torch's threads nor the device change a bit. ``threads`` is torch's own affair and ignored here.
+Elementwise operations only, in whole tiles of rows so that temporaries stay small, and sums as trees of elementwise sums: so
+neither torch's threads nor the device change a bit. ``threads`` is torch's own affair and ignored here.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 from layerferry.layout import BLOCK_ELEMENTS, round_up
-from layerferry.optim.factored import Factored, FactoredScalars
+from layerferry.optim.factored import TILE_COLUMNS, TILE_NUMBERS, TILE_ROWS, Factored, FactoredScalars
 from layerferry.optim.masters import load_master, store_master
 from layerferry.optim.rounding import random_words
 from layerferry.optim.rules import exact_sqrt
+
+CHUNK_ELEMENTS = 1 << 20
+"""Of a matrix at a time, about: temporaries of some MiB."""
 
 
 class ReferenceFactored:
@@ -24,7 +27,7 @@ class ReferenceFactored:
     def step(self, parameters: Sequence[Factored], scalars: FactoredScalars, *, threads: int) -> None:
         for parameter in parameters:
             row_factor, column_factor = _factors(parameter, scalars, *_sums(parameter, scalars))
-            square = _square(parameter, scalars, row_factor, column_factor)
+            square = tiled_sum(_squares(parameter, scalars, row_factor, column_factor).view(-1), 0, TILE_NUMBERS)
             size = exact_sqrt(square / _number(parameter, parameter.grad.numel())) / _number(parameter, scalars.clip_threshold)
             factor = size.clamp(min=1.0).reciprocal() * scalars.lr
             _subtract(parameter, scalars, row_factor, column_factor, factor)
@@ -37,8 +40,9 @@ def _sums(parameter: Factored, scalars: FactoredScalars) -> tuple[Tensor, Tensor
     for matrix, start, stop in _chunks(parameter):
         grad = _grad(parameter, scalars, matrix, start, stop)
         squared = grad * grad + scalars.eps
-        by_row[matrix, start:stop] = tree_sum(squared, 1)
-        by_column[matrix] += tree_sum(squared, 0)
+        by_row[matrix, start:stop] = tiled_sum(squared, 1, TILE_COLUMNS)
+        for tile in torch.split(squared, TILE_ROWS):
+            by_column[matrix] += tree_sum(tile, 0, TILE_ROWS)
     return by_row, by_column
 
 
@@ -51,17 +55,17 @@ def _factors(parameter: Factored, scalars: FactoredScalars, by_row: Tensor, by_c
     width, height = _number(parameter, parameter.width), _number(parameter, parameter.height)
     rows.copy_(rows * beta2 + by_row / width * (1.0 - beta2))
     columns.copy_(columns * beta2 + by_column / height * (1.0 - beta2))
-    means = tree_sum(rows, 1) / height
+    means = tiled_sum(rows, 1, TILE_NUMBERS) / height
     return exact_sqrt(rows / means[:, None]).reciprocal(), exact_sqrt(columns).reciprocal()
 
 
-def _square(parameter: Factored, scalars: FactoredScalars, row_factor: Tensor, column_factor: Tensor) -> Tensor:
-    """Of the whole update, [1] fp32."""
-    total = _zeros(parameter, 1)
+def _squares(parameter: Factored, scalars: FactoredScalars, row_factor: Tensor, column_factor: Tensor) -> Tensor:
+    """Of the whole update, by row: [matrices, height] fp32."""
+    by_row = _zeros(parameter, parameter.matrices, parameter.height)
     for matrix, start, stop in _chunks(parameter):
         update = _update(parameter, scalars, row_factor, column_factor, matrix, start, stop)
-        total += tree_sum(tree_sum(update * update, 1), 0)
-    return total
+        by_row[matrix, start:stop] = tiled_sum(update * update, 1, TILE_COLUMNS)
+    return by_row
 
 
 def _subtract(parameter: Factored, scalars: FactoredScalars, row_factor: Tensor, column_factor: Tensor, factor: Tensor) -> None:
@@ -87,10 +91,11 @@ def _zeros(parameter: Factored, *shape: int) -> Tensor:
 
 
 def _chunks(parameter: Factored) -> Iterator[tuple[int, int, int]]:
-    """(matrix, first row, row behind the last) in a fixed order."""
+    """(matrix, first row, row behind the last) of whole tiles."""
+    rows = round_up(max(CHUNK_ELEMENTS // parameter.width, 1), TILE_ROWS)
     for matrix in range(parameter.matrices):
-        for start in range(0, parameter.height, parameter.chunk_rows):
-            yield matrix, start, min(start + parameter.chunk_rows, parameter.height)
+        for start in range(0, parameter.height, rows):
+            yield matrix, start, min(start + rows, parameter.height)
 
 
 def _own(parameter: Factored, matrix: int, start: int, stop: int) -> slice:
@@ -118,14 +123,22 @@ def _random(parameter: Factored, scalars: FactoredScalars, own: slice) -> Tensor
     return random_words(scalars.rounding, first, last - first, parameter.weight.device)[begin - first : end - first]
 
 
-def tree_sum(values: Tensor, dim: int) -> Tensor:
-    """The sum over ``dim`` by halving: elementwise sums only, so it has one order wherever it runs."""
-    count = values.shape[dim]
-    while count > 1:
-        half = count // 2
-        odd = values.narrow(dim, 2 * half, 1) if count % 2 else None
-        values = values.narrow(dim, 0, half) + values.narrow(dim, half, half)
-        if odd is not None:
-            values.narrow(dim, 0, 1).add_(odd)
-        count = half
+def tiled_sum(values: Tensor, dim: int, tile: int) -> Tensor:
+    """The sum over ``dim``: trees of ``tile`` numbers, added in their order."""
+    first, *others = (tree_sum(one, dim, tile) for one in torch.split(values, tile, dim))
+    for other in others:
+        first = first + other
+    return first
+
+
+def tree_sum(values: Tensor, dim: int, tile: int) -> Tensor:
+    """The sum over ``dim`` by halving, as if zeros filled it up to ``tile``: elementwise sums only, one order everywhere."""
+    half = tile // 2
+    while half:
+        rest = values.shape[dim] - half
+        if rest > 0:
+            low = values.narrow(dim, 0, half)
+            added = low.narrow(dim, 0, rest) + values.narrow(dim, half, rest)
+            values = torch.cat([added, low.narrow(dim, rest, half - rest)], dim)
+        half //= 2
     return values.squeeze(dim)

@@ -9,8 +9,11 @@ import torch
 
 from layerferry.backends.cuda import device_count
 from layerferry.config import OptimConfig
+from layerferry.layout import Layout, ParameterSpec
+from layerferry.optim import adafactor
 from layerferry.optim.device_kernels import TritonKernels, device_kernels
 from layerferry.optim.kernels import Moment, Operands
+from layerferry.optim.load import load_kernels
 from layerferry.optim.reference import ReferenceKernels
 from tests.gpu.small import assert_places_do_not_matter
 from tests.optim.arrays import assert_same_bits, extreme, ordinary
@@ -50,12 +53,25 @@ def test_the_same_bits_as_the_cpu(rule: str, master: str, moments: str, grad_dty
         assert_same_bits({name: plane.cpu() for name, plane in left(device).items()}, expected)
 
 
+@pytest.mark.parametrize("triton", [True, False])
 @pytest.mark.parametrize("master", ["fp32", "24bit", "bf16"])
 @pytest.mark.parametrize("make", [ordinary, extreme])
-def test_adafactor_has_the_bits_of_the_cpu(make: Callable[[int, int], dict[str, torch.Tensor]], master: str) -> None:
+def test_adafactor_has_the_bits_of_the_cpu(
+    make: Callable[[int, int], dict[str, torch.Tensor]], master: str, triton: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over matrices whose heights and widths are no powers of two: a division is a division there too."""
+    monkeypatch.setattr(adafactor, "device_kernels", device_kernels if triton else ReferenceKernels)
     expected = stepped(ReferenceKernels(), make, master)
     found = stepped(ReferenceKernels(), make, master, device="cuda")
+    assert_same_bits({name: values.cpu() for name, values in found.items()}, expected)
+
+
+@pytest.mark.parametrize("master", ["24bit", "bf16"])
+def test_adafactor_has_the_bits_of_the_cpu_over_layers_of_many_tiles(master: str) -> None:
+    shapes = ((2048, 5632), (5, 1300, 700), (300, 4099), (70000,))
+    layout = Layout.of([ParameterSpec(name=str(shape), shape=shape, dtype=torch.bfloat16) for shape in shapes])
+    expected = stepped(load_kernels(), ordinary, master, layout, threads=8)
+    found = stepped(load_kernels(), ordinary, master, layout, device="cuda")
     assert_same_bits({name: values.cpu() for name, values in found.items()}, expected)
 
 

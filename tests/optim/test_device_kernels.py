@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import subprocess
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from layerferry.layout import GRAD, WEIGHT, Plane
-from layerferry.optim import device_kernels
+from layerferry.optim import device_factored, device_kernels
 from layerferry.optim.adamw import AdamW
 from layerferry.optim.base import StepHyper
 from layerferry.optim.device_kernels import TritonKernels
@@ -23,6 +24,7 @@ from layerferry.optim.reference import ReferenceKernels
 from layerferry.store.store import plane_specs
 from tests.optim.arrays import assert_same_bits, ordinary
 from tests.optim.test_adafactor import ODD_LAYOUT
+from tests.optim.test_adafactor import stepped as factored_steps
 
 NO_COMPILER = RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
 NO_HEADERS = subprocess.CalledProcessError(1, ["gcc", "main.c"])
@@ -70,6 +72,15 @@ def test_torch_serves_where_nothing_can_be_built(
         found = stepped(TritonKernels(), state)
     assert_same_bits(found, stepped(ReferenceKernels(), state))
     assert failing.launches == 1 and len(caplog.records) == 1 and str(error) in caplog.text
+
+
+def test_torch_serves_adafactor_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    failing = Failing(NO_COMPILER)
+    monkeypatch.setattr(device_factored, "_kernels", lambda: SimpleNamespace(sums_by_column=failing))
+    with caplog.at_level(logging.WARNING):
+        found = factored_steps(TritonKernels(), ordinary, "24bit")
+    assert_same_bits(found, factored_steps(ReferenceKernels(), ordinary, "24bit"))
+    assert failing.launches == 1 and len(caplog.records) == 1
 
 
 def test_other_failures_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
