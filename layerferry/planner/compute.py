@@ -59,8 +59,8 @@ fp32 sum. An estimate."""
 PART_OVERHEAD_S = 1.0e-4
 """Of every part, micro-batch and pass: a dozen launches."""
 IN_PARTS = 1.95
-"""Time of a layer whose experts travel in parts over what its products, sums and passes say: gates, gathers and their backwards are
-elementwise passes that nothing fuses. Fitted to one measurement (gpt-oss-120b in four parts, 79 ms for 8,192 tokens)."""
+"""Time of a layer whose experts travel in parts over what its products, sums and passes say: gates, gathers and their backwards
+are elementwise passes that nothing fuses. Fitted to one measurement (gpt-oss-120b in four parts, 79 ms for 8,192 tokens)."""
 CPU_SHARE, CPU_REBUILD = 0.6, 4 / 3
 """Of the rate of matrix products that plain torch reaches on a CPU; and the second forward of a rebuild."""
 STEP_SHARE = 0.98
