@@ -80,51 +80,47 @@ INLINE float squared(Element grad, float grad_scale, float eps) {
 
 // ---- sums of the squared gradient
 
-// Of one row: the squares themselves, and their sum. The last tile's rest is zeros.
-template <typename Element>
-INLINE float squares_of_row(const Element *__restrict__ row, int64_t width, float grad_scale, float eps,
-                            float *__restrict__ squares) {
+// The sum of `width` numbers, of which `fill(at, count, tile)` gives some. `count` is a constant where a tile is full.
+template <typename Fill>
+INLINE float sum_by_tiles(int64_t width, const Fill &fill) {
     float sum = 0.0f;
     alignas(64) float tile[kTileColumns];
     int64_t at = 0;
     for (; at + kTileColumns <= width; at += kTileColumns) {
-        for (int64_t i = 0; i < kTileColumns; ++i) tile[i] = squares[at + i] = squared(row[at + i], grad_scale, eps);
+        fill(at, kTileColumns, tile);
         sum = sum + tree<kTileColumns>(tile);
     }
     if (at < width) {
         for (int64_t i = 0; i < kTileColumns; ++i) tile[i] = 0.0f;
-        for (int64_t i = 0; i < width - at; ++i) tile[i] = squares[at + i] = squared(row[at + i], grad_scale, eps);
+        fill(at, width - at, tile);
         sum = sum + tree<kTileColumns>(tile);
     }
     return sum;
+}
+
+// Of one row: the squares themselves, and their sum.
+template <typename Element>
+INLINE float squares_of_row(const Element *__restrict__ row, int64_t width, float grad_scale, float eps,
+                            float *__restrict__ squares) {
+    return sum_by_tiles(width, [=](int64_t at, int64_t count, float *__restrict__ tile) INLINE_CALL {
+        for (int64_t i = 0; i < count; ++i) tile[i] = squares[at + i] = squared(row[at + i], grad_scale, eps);
+    });
 }
 
 // Of two rows that are neighbours in the tree: their squares summed by column, and the sum of each row.
 template <typename Element>
 INLINE void squares_of_pair(const Element *__restrict__ one, const Element *__restrict__ other, int64_t width, float grad_scale,
                             float eps, float *__restrict__ columns, float &sum_of_one, float &sum_of_other) {
-    float first = 0.0f, second = 0.0f;
-    alignas(64) float tile[kTileColumns], other_tile[kTileColumns];
-    int64_t at = 0;
-    for (; at + kTileColumns <= width; at += kTileColumns) {
-        for (int64_t i = 0; i < kTileColumns; ++i) {
+    float second = 0.0f;
+    const float first = sum_by_tiles(width, [&](int64_t at, int64_t count, float *__restrict__ tile) INLINE_CALL {
+        alignas(64) float other_tile[kTileColumns] = {};
+        for (int64_t i = 0; i < count; ++i) {
             tile[i] = squared(one[at + i], grad_scale, eps);
             other_tile[i] = squared(other[at + i], grad_scale, eps);
             columns[at + i] = tile[i] + other_tile[i];
         }
-        first = first + tree<kTileColumns>(tile);
         second = second + tree<kTileColumns>(other_tile);
-    }
-    if (at < width) {
-        for (int64_t i = 0; i < kTileColumns; ++i) tile[i] = other_tile[i] = 0.0f;
-        for (int64_t i = 0; i < width - at; ++i) {
-            tile[i] = squared(one[at + i], grad_scale, eps);
-            other_tile[i] = squared(other[at + i], grad_scale, eps);
-            columns[at + i] = tile[i] + other_tile[i];
-        }
-        first = first + tree<kTileColumns>(tile);
-        second = second + tree<kTileColumns>(other_tile);
-    }
+    });
     sum_of_one = first;
     sum_of_other = second;
 }
@@ -247,25 +243,12 @@ INLINE float updated(Element grad, float grad_scale, float row_factor, float col
 template <typename Element>
 INLINE float square_of_row(const Element *__restrict__ row, int64_t width, float grad_scale, float row_factor,
                            const float *__restrict__ column_factors) {
-    float sum = 0.0f;
-    alignas(64) float tile[kTileColumns];
-    int64_t at = 0;
-    for (; at + kTileColumns <= width; at += kTileColumns) {
-        for (int64_t i = 0; i < kTileColumns; ++i) {
+    return sum_by_tiles(width, [=](int64_t at, int64_t count, float *__restrict__ tile) INLINE_CALL {
+        for (int64_t i = 0; i < count; ++i) {
             const float step = updated(row[at + i], grad_scale, row_factor, column_factors[at + i]);
             tile[i] = step * step;
         }
-        sum = sum + tree<kTileColumns>(tile);
-    }
-    if (at < width) {
-        for (int64_t i = 0; i < kTileColumns; ++i) tile[i] = 0.0f;
-        for (int64_t i = 0; i < width - at; ++i) {
-            const float step = updated(row[at + i], grad_scale, row_factor, column_factors[at + i]);
-            tile[i] = step * step;
-        }
-        sum = sum + tree<kTileColumns>(tile);
-    }
-    return sum;
+    });
 }
 
 CLONES void square_range(const Factored &f, const Scalars &s, int64_t from, int64_t to, Held &held) {

@@ -8,6 +8,7 @@
 #include "common.h"
 
 #define INLINE __attribute__((always_inline)) inline
+#define INLINE_CALL __attribute__((always_inline))  // of a lambda
 
 namespace {
 

@@ -16,6 +16,7 @@ from layerferry.layout import BLOCK_ELEMENTS
 from layerferry.optim.factored import TILE_COLUMNS, TILE_NUMBERS, TILE_ROWS, Factored, FactoredScalars
 from layerferry.optim.kernels import MASTERS, kept_bits
 from layerferry.optim.reference_factored import ReferenceFactored
+from layerferry.optim.rounding import signed
 
 ROWS, COLUMNS, BLOCK, BLOCKS = 16, 32, 1024, 8
 """Of one program: rows; columns; numbers; blocks of random numbers."""
@@ -96,11 +97,6 @@ def _scratch(grad: Tensor, num_rows: int, num_columns: int) -> list[Tensor]:
 
 def _levels(tile: int) -> int:
     return tile.bit_length() - 1
-
-
-def signed(word: int) -> int:
-    """The same 32 bits as an int32, so that an argument has one type whatever its value."""
-    return word - (1 << 32) if word >= 1 << 31 else word
 
 
 def _kernels() -> Any:

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from layerferry.layout import BLOCK_ELEMENTS
-from layerferry.optim.device_factored import TritonFactored, signed
+from layerferry.optim.device_factored import TritonFactored
 from layerferry.optim.kernels import MASTERS, NUMBERS, Operands, kept_bits, tuned_update
 from layerferry.optim.reference import ReferenceKernels
-from layerferry.optim.rounding import Rounding
+from layerferry.optim.rounding import Rounding, signed
 from layerferry.optim.rules import RULES, SMALLEST_NORMAL, AdamWScalars, Rule
 
 log = logging.getLogger(__name__)

@@ -75,3 +75,8 @@ def hashed(words: Tensor) -> Tensor:
 def _times(words: Tensor, factor: int | Tensor) -> Tensor:
     """The low 32 bits of the product, without an overflow of 63."""
     return ((words & 0xFFFF) * factor + (((words >> 16) * factor & 0xFFFF) << 16)) & _WORD
+
+
+def signed(word: int) -> int:
+    """The same 32 bits as an int32: a kernel's argument has one type then, whatever its value."""
+    return word - (1 << 32) if word >= 1 << 31 else word

@@ -157,6 +157,12 @@ def unequal(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float
     return {n: float((one[n].double() - other[n].double()).abs().max()) for n in one if not torch.equal(one[n], other[n])}
 
 
+def relative(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference, beside that of what is expected; zeros must be zeros."""
+    difference = float((found.double() - expected.double()).norm())
+    return difference / float(expected.double().norm()) if difference else 0.0
+
+
 def masked(micro_batch: MicroBatch, rows: slice = slice(None)) -> MicroBatch:
     """The same tokens with no label in ``rows``."""
     labels = micro_batch.labels.clone()
