@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from functools import lru_cache
 from math import gcd, lcm
 from typing import NamedTuple, TypeAlias
 
@@ -55,6 +54,8 @@ class Unit:
     tables: tuple[str, ...] = ()
     """Entries along the vocabulary, or along a layer's experts, whose rows can be used apart from each other; none: the unit only
     travels whole."""
+    _parts: dict[int, tuple[Piece, ...]] = field(default_factory=dict, init=False, repr=False)
+    """What ``divide`` has made of it, by the number of parts that were wanted."""
 
     @property
     def numel(self) -> int:
@@ -175,10 +176,13 @@ Piece: TypeAlias = Unit | Part
 def divide(unit: Unit, count: int) -> tuple[Piece, ...]:
     """``unit`` in at most ``count`` parts of about as many rows, and before them a layer's body; itself alone where it has no
     tables, or few rows. The same parts every time: they are told apart by identity, as units are."""
-    return _divided(unit, count) if count > 1 and unit.tables else (unit,)
+    if count == 1 or not unit.tables:
+        return (unit,)
+    if count not in unit._parts:
+        unit._parts[count] = _divided(unit, count)
+    return unit._parts[count]
 
 
-@lru_cache(maxsize=1024)
 def _divided(unit: Unit, count: int) -> tuple[Piece, ...]:
     tables = [unit.layout.by_name[name] for name in unit.tables]
     # every part begins where a parameter may begin: its padding is then the table's own, or none

@@ -23,7 +23,7 @@ from torch import Tensor
 from layerferry.backends.base import Backend, Fence, Lane
 from layerferry.engine.arrivals import GradientHomes
 from layerferry.engine.clock import Clock
-from layerferry.layout import FP32_PLANE, GRAD, Plane
+from layerferry.layout import FP32_PLANE, GRAD, SECTION_DTYPES, Plane
 from layerferry.store.store import Store
 from layerferry.units import Buffers, Piece, Unit
 
@@ -141,9 +141,10 @@ class Drain:
 
     def _settle_at_home(self, unit: Unit, accumulator: Plane) -> None:
         if self.last_wave:
-            for section, values in accumulator.sections.items():
-                if section != torch.float32:  # rounded as on the way to the host: the same bits wherever a unit lives
-                    values.copy_(values.to(section))
+            for section, dtype in zip(SECTION_DTYPES, self._store.specs[GRAD].dtypes, strict=True):
+                values = accumulator.sections.get(section)
+                if values is not None and dtype not in (None, torch.float32):
+                    values.copy_(values.to(dtype))  # as on the way to the host: the same bits wherever a unit lives
             self.norms[unit.index] = _norm(accumulator)
         self.drained[unit.index] = self._backend.record(Lane.COMPUTE)
 

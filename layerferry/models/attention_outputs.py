@@ -73,32 +73,43 @@ class AttentionOutputs:
 
     def __init__(self) -> None:
         self._mode: TorchDispatchMode | None = None
+        self._results: Results | None = None
 
     def watch(self, layer: nn.Module) -> None:
         """The attention calls of ``layer`` come through here from now on."""
         for module in layer.modules():
             setattr(module, ATTRIBUTE, self)
 
+    def remember(self) -> Callable[[], None]:
+        """What makes the kernels' next call the one that would come now."""
+        results = [] if self._results is None else self._results
+        before = list(results)
+
+        def undo() -> None:
+            results[:] = before
+
+        return undo
+
     @contextmanager
     def recording(self, results: Results) -> Iterator[None]:
         """Inside, what kernels give is appended to ``results``."""
-        with self._under(_Recording(results)):
+        with self._under(_Recording(results), results):
             yield
 
     @contextmanager
     def answering(self, results: Results) -> Iterator[None]:
         """Inside, kernels give what is taken from the front of ``results``."""
-        with self._under(_Answering(results)):
+        with self._under(_Answering(results), results):
             yield
         assert not results, "a second forward with fewer attention calls than the first"
 
     @contextmanager
-    def _under(self, mode: TorchDispatchMode) -> Iterator[None]:
-        self._mode = mode
+    def _under(self, mode: TorchDispatchMode, results: Results) -> Iterator[None]:
+        self._mode, self._results = mode, results
         try:
             yield
         finally:
-            self._mode = None
+            self._mode = self._results = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def call(self, attention: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

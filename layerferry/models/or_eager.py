@@ -23,8 +23,17 @@ class CompiledOrEager:
     """Calls ``function`` compiled; from its first failure to compile on, as it is. ``name`` and ``cost`` are what the line says:
     whose function it is, and what its user loses."""
 
-    def __init__(self, function: Callable[..., Any], name: str, *, cost: str = "", **options: Any) -> None:
-        self._function, self._name, self._cost = function, name, cost
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        *,
+        cost: str = "",
+        remember: Callable[[], Callable[[], None]] = lambda: _nothing,
+        **options: Any,
+    ) -> None:
+        """``remember``: called before a call; what it gives is called where that call fails, and undoes its traces."""
+        self._function, self._name, self._cost, self._remember = function, name, cost, remember
         self._run: Callable[..., Any] = torch.compile(function, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -33,7 +42,7 @@ class CompiledOrEager:
         if self._run is self._function:
             return self._function(*args, **kwargs)
         first_tensor = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
-        before, of_device = torch.get_rng_state(), get_device_states(first_tensor)
+        before, of_device, undo = torch.get_rng_state(), get_device_states(first_tensor), self._remember()
         try:
             return self._run(*args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
@@ -42,10 +51,15 @@ class CompiledOrEager:
             line = f"{self._name} does not compile and runs eagerly{self._cost}: {type(reason).__name__}: {first}"
         say_once(line)
         self._run = self._function
-        # a graph that did compile may have drawn numbers before the one that did not
+        # a graph that did compile may have drawn numbers, and left its traces, before the one that did not
+        undo()
         torch.set_rng_state(before)
         set_device_states(*of_device)
         return self._run(*args, **kwargs)
+
+
+def _nothing() -> None:
+    return None
 
 
 @functools.cache

@@ -95,6 +95,17 @@ class Template:
         self.attention = AttentionOutputs()
         self.attention.watch(self.module)
 
+    def remember(self) -> Callable[[], None]:
+        """What takes back what the call under way leaves behind from here on, for it is made again."""
+        count, again = len(self.routed), None if self.attention is None else self.attention.remember()
+
+        def undo() -> None:
+            del self.routed[count:]
+            if again is not None:
+                again()
+
+        return undo
+
     def recording(self, results: Results | None) -> AbstractContextManager[None]:
         """Inside, what attention kernels give is put into ``results``, where there are any to be kept."""
         return nullcontext() if results is None or self.attention is None else self.attention.recording(results)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from layerferry.layout import BLOCK_ELEMENTS
 from layerferry.optim.factored import TILE_COLUMNS, TILE_NUMBERS, TILE_ROWS, Factored, FactoredScalars
@@ -20,79 +19,102 @@ from layerferry.optim.rounding import signed
 
 ROWS, COLUMNS, BLOCK, BLOCKS = 16, 32, 1024, 8
 """Of one program: rows; columns; numbers; blocks of random numbers."""
+EXACT: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 4}
 
 
 class TritonFactored:
     """``FactoredKernels`` for CUDA tensors."""
 
-    def __init__(self, run: Callable[[Callable[[], None], Callable[[], None]], None]) -> None:
-        """``run(launch, instead)``: ``launch``, or ``instead`` where Triton cannot be built."""
-        self._run, self._reference = run, ReferenceFactored()
+    def __init__(self, launched: Callable[[Callable[[], None]], bool]) -> None:
+        """``launched(launch)``: whether that was possible; not where Triton cannot be built."""
+        self._launched, self._reference = launched, ReferenceFactored()
 
     def step(self, parameters: Sequence[Factored], scalars: FactoredScalars, *, threads: int) -> None:
         for one in parameters:
-            self._run(
-                lambda one=one: _launch(one, scalars),  # type: ignore[misc]
-                lambda one=one: self._reference.step([one], scalars, threads=threads),  # type: ignore[misc]
-            )
+            launches = _Launches(one, scalars)
+            if self._launched(launches.sum):
+                # TRAP: from here on moments change, so that what fails must end the run (tests/optim/test_device_kernels.py)
+                launches.take()
+            else:
+                self._reference.step([one], scalars, threads=threads)
 
 
-def _launch(parameter: Factored, scalars: FactoredScalars) -> None:
-    kernels = _kernels()
-    grad, matrices, height, width = parameter.grad, parameter.matrices, parameter.height, parameter.width
-    num_rows, numel, is_matrix = matrices * height, grad.numel(), parameter.columns.numel() > 0
-    exact: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 4}
-    shared = {"grad_scale": scalars.grad_scale, "eps": scalars.eps}
-    decays = {"beta2": scalars.beta2, "one_minus_beta2": 1.0 - scalars.beta2}
-    by_row, by_column, row_factors, column_factors, factor = _scratch(grad, num_rows, matrices * width)
+class _Launches:
+    """Of one parameter and step. Sums and factors of rows and columns, and the factor of the update, are fp32 beside its
+    gradient."""
 
-    def sums_by_row(of_update: bool) -> None:
-        operands = (grad, row_factors, column_factors, by_row, num_rows, height, width)
-        levels = _levels(TILE_COLUMNS)
-        kernels.sums_by_row[(-(-num_rows // ROWS),)](*operands, **shared, OF_UPDATE=of_update, ROWS=ROWS, LEVELS=levels, **exact)
+    def __init__(self, parameter: Factored, scalars: FactoredScalars) -> None:
+        self._parameter, self._scalars, self._kernels = parameter, scalars, _kernels()
+        matrices, self._height, self._width = parameter.matrices, parameter.height, parameter.width
+        self._num_rows, self._num_columns = matrices * self._height, matrices * self._width
+        self._is_matrix = parameter.columns.numel() > 0
+        sizes = (self._num_rows, self._num_columns, self._num_rows, self._num_columns, 1)
+        scratch = [torch.empty(size, dtype=torch.float32, device=parameter.grad.device) for size in sizes]
+        self._by_row, self._by_column, self._row_factors, self._column_factors, self._factor = scratch
 
-    kernels.sums_by_column[(-(-width // COLUMNS), matrices)](
-        grad, by_column, height, width, **shared, COLUMNS=COLUMNS, LEVELS=_levels(TILE_ROWS), **exact
-    )
-    if is_matrix:
-        sums_by_row(of_update=False)
-        kernels.take_rows[(matrices,)](
-            parameter.rows,
-            by_row,
-            row_factors,
-            height,
-            float(width),
-            float(height),
-            **decays,
-            LEVELS=_levels(TILE_NUMBERS),
-            **exact,
+    def sum(self) -> None:
+        """Of squared gradients; no plane is written."""
+        parameter = self._parameter
+        self._kernels.sums_by_column[(parameter.matrices, -(-self._width // COLUMNS))](
+            *(parameter.grad, self._by_column, self._height, self._width),
+            **self._shared,
+            COLUMNS=COLUMNS,
+            LEVELS=_levels(TILE_ROWS),
+            **EXACT,
         )
-    else:
-        row_factors.fill_(1.0)
-    moments, divisor = (parameter.columns, float(height)) if is_matrix else (parameter.rows, 1.0)
-    kernels.take_columns[(-(-matrices * width // BLOCK),)](
-        moments, by_column, column_factors, matrices * width, divisor, **decays, BLOCK=BLOCK, **exact
-    )
-    sums_by_row(of_update=True)
-    kernels.clipped[(1,)](
-        by_row, factor, num_rows, float(numel), scalars.clip_threshold, scalars.lr, LEVELS=_levels(TILE_NUMBERS), **exact
-    )
-    kernels.subtract[(-(-numel // (BLOCKS * BLOCK_ELEMENTS)),)](
-        parameter.weight.view(torch.int16) if parameter.weight.dtype == torch.bfloat16 else parameter.weight,
-        grad if parameter.residue is None else parameter.residue,
-        *(grad, row_factors, column_factors, factor, numel, parameter.start // BLOCK_ELEMENTS, height, width),
-        *(signed(scalars.rounding.key_low), signed(scalars.rounding.key_high), scalars.grad_scale, parameter.decay),
-        MASTER=MASTERS.index(kept_bits(parameter)),
-        ROWS=BLOCKS,
-        BLOCK=BLOCK_ELEMENTS,
-        **exact,
-    )
+        if self._is_matrix:
+            self._sum_by_row(of_update=False)
 
+    def take(self) -> None:
+        """The moments take the sums, and the weights the update."""
+        parameter, scalars, kernels = self._parameter, self._scalars, self._kernels
+        height, width, numel = self._height, self._width, parameter.grad.numel()
+        decays = {"beta2": scalars.beta2, "one_minus_beta2": 1.0 - scalars.beta2}
+        if self._is_matrix:
+            kernels.take_rows[(parameter.matrices,)](
+                *(parameter.rows, self._by_row, self._row_factors, height, float(width), float(height)),
+                **decays,
+                LEVELS=_levels(TILE_NUMBERS),
+                **EXACT,
+            )
+        else:
+            self._row_factors.fill_(1.0)
+        moments, divisor = (parameter.columns, float(height)) if self._is_matrix else (parameter.rows, 1.0)
+        kernels.take_columns[(-(-self._num_columns // BLOCK),)](
+            *(moments, self._by_column, self._column_factors, self._num_columns, divisor), **decays, BLOCK=BLOCK, **EXACT
+        )
+        self._sum_by_row(of_update=True)
+        kernels.clipped[(1,)](
+            *(self._by_row, self._factor, self._num_rows, float(numel), scalars.clip_threshold, scalars.lr),
+            LEVELS=_levels(TILE_NUMBERS),
+            **EXACT,
+        )
+        kernels.subtract[(-(-numel // (BLOCKS * BLOCK_ELEMENTS)),)](
+            parameter.weight.view(torch.int16) if parameter.weight.dtype == torch.bfloat16 else parameter.weight,
+            parameter.grad if parameter.residue is None else parameter.residue,
+            *(parameter.grad, self._row_factors, self._column_factors, self._factor),
+            *(numel, parameter.start // BLOCK_ELEMENTS, height, width),
+            *(signed(scalars.rounding.key_low), signed(scalars.rounding.key_high), scalars.grad_scale, parameter.decay),
+            MASTER=MASTERS.index(kept_bits(parameter)),
+            ROWS=BLOCKS,
+            BLOCK=BLOCK_ELEMENTS,
+            **EXACT,
+        )
 
-def _scratch(grad: Tensor, num_rows: int, num_columns: int) -> list[Tensor]:
-    """Sums and factors of rows and columns, and the factor of the update; fp32 beside ``grad``."""
-    sizes = (num_rows, num_columns, num_rows, num_columns, 1)
-    return [torch.empty(size, dtype=torch.float32, device=grad.device) for size in sizes]
+    def _sum_by_row(self, *, of_update: bool) -> None:
+        self._kernels.sums_by_row[(-(-self._num_rows // ROWS),)](
+            *(self._parameter.grad, self._row_factors, self._column_factors, self._by_row),
+            *(self._num_rows, self._height, self._width),
+            **self._shared,
+            OF_UPDATE=of_update,
+            ROWS=ROWS,
+            LEVELS=_levels(TILE_COLUMNS),
+            **EXACT,
+        )
+
+    @property
+    def _shared(self) -> dict[str, float]:
+        return {"grad_scale": self._scalars.grad_scale, "eps": self._scalars.eps}
 
 
 def _levels(tile: int) -> int:

@@ -39,7 +39,7 @@ class TritonKernels(ReferenceKernels):
 
     def __init__(self) -> None:
         super().__init__()
-        self.factored = TritonFactored(self._run)
+        self.factored = TritonFactored(self._launched)
         self._cannot_be_built = False
 
     def adamw_split(
@@ -54,40 +54,34 @@ class TritonKernels(ReferenceKernels):
         threads: int,
     ) -> None:
         planes = (weight, residue, grad, exp_avg, exp_avg_sq)
-        self._run(
-            lambda: _launch("split", (weight.view(torch.int16), *planes[1:]), scalars),
-            lambda: super(TritonKernels, self).adamw_split(*planes, scalars=scalars, threads=threads),
-        )
+        if not self._launched(lambda: _launch("split", (weight.view(torch.int16), *planes[1:]), scalars)):
+            super().adamw_split(*planes, scalars=scalars, threads=threads)
 
     def adamw_fp32(
         self, weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, scalars: AdamWScalars, threads: int
     ) -> None:
         planes = (weight, grad, exp_avg, exp_avg_sq)
-        self._run(
-            lambda: _launch("fp32", planes, scalars),
-            lambda: super(TritonKernels, self).adamw_fp32(*planes, scalars=scalars, threads=threads),
-        )
+        if not self._launched(lambda: _launch("fp32", planes, scalars)):
+            super().adamw_fp32(*planes, scalars=scalars, threads=threads)
 
     def update(self, rule: Rule, operands: Operands, *, rounding: Rounding, threads: int) -> None:
         if tuned_update(self, rule, operands, threads=threads):
             return
-        self._run(
-            lambda: _launch_update(rule, operands, rounding),
-            lambda: super(TritonKernels, self).update(rule, operands, rounding=rounding, threads=threads),
-        )
+        if not self._launched(lambda: _launch_update(rule, operands, rounding)):
+            super().update(rule, operands, rounding=rounding, threads=threads)
 
-    def _run(self, launch: Callable[[], None], instead: Callable[[], None]) -> None:
-        """What fails to be built has touched no plane, and will fail again."""
+    def _launched(self, launch: Callable[[], None]) -> bool:
+        """Whether ``launch`` was possible. What cannot be built has touched no plane, and is not tried again."""
         if not self._cannot_be_built:
             try:
                 launch()
-                return
+                return True
             except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
                 if not (isinstance(error, OSError | subprocess.CalledProcessError) or "C compiler" in str(error)):
                     raise
                 log.warning("updates @device run in plain torch, which is slower: Triton cannot build its launcher: %s", error)
                 self._cannot_be_built = True
-        instead()
+        return False
 
 
 def device_kernels() -> ReferenceKernels:

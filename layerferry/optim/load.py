@@ -1,6 +1,6 @@
 """Which kernels this process uses: the prebuilt library, one from the cache, one compiled now, or torch. Never a failure.
 
-What opens is believed only after a few hundred values agree with the torch reference bit for bit. Where nothing can be built
+What opens is believed only after some thousands of values agree with the torch reference bit for bit. Where nothing can be built
 (no compiler, a compiler that fails) training goes on in torch, and one warning says so.
 Checked by ``tests/optim/test_load.py``.
 """
@@ -101,18 +101,21 @@ def _format_trial(kernels: Kernels, master: torch.Tensor, grad: torch.Tensor, sc
 
 
 def _factored_trial(kernels: Kernels, master: torch.Tensor, grad: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Three steps of Adafactor over two small matrices and a vector, with a master of every format; of the first, over a
-    matrix of several tiles of rows, which two threads share."""
+    """Three steps of Adafactor over two small matrices and a vector, with a master of every format; of the first, over matrices
+    of several tiles, of rows, which two threads share, and of columns, where gradients of one size let every tile count."""
+    wide, even = (1, 129, 130), torch.randn(grad.shape, generator=torch.Generator().manual_seed(1))
     for residue in (torch.int16, torch.int8, None):
-        shapes = ((1, 1117, 15) if residue is torch.int16 else (2, 13, 15), (1, 1, 2 * BLOCK_ELEMENTS - 1))
+        small, vector = (2, 13, 15), (1, 1, 2 * BLOCK_ELEMENTS - 1)
+        shapes = ((1, 1117, 15), wide, vector) if residue is torch.int16 else (small, vector)
         for dtype in (torch.bfloat16, torch.float32) if residue is None else (torch.bfloat16,):
             parameters = []
             for matrices, height, width in shapes:
                 numel = matrices * height * width
+                gradients = even if (matrices, height, width) == wide else grad
                 parameter = Factored(
                     weight=master[:numel].to(dtype, copy=True),
                     residue=None if residue is None else torch.zeros(numel, dtype=residue),
-                    grad=grad[:numel].to(dtype),
+                    grad=gradients[:numel].to(dtype),
                     rows=torch.zeros(matrices, height if height > 1 else width, dtype=torch.float32),
                     columns=torch.zeros(matrices, width if height > 1 else 0, dtype=torch.float32),
                     matrices=matrices,

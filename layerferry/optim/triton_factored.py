@@ -66,9 +66,9 @@ def sums_by_row(
 
 @triton.jit(do_not_specialize=["height"])
 def sums_by_column(grad_ptr, out_ptr, height, width, grad_scale, eps, COLUMNS: tl.constexpr, LEVELS: tl.constexpr):
-    """Of squared gradients, a matrix on each place of the second axis."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    matrix = tl.program_id(1).to(tl.int64)
+    """Of squared gradients, a matrix on each place of the first axis, of which there may be more than of the second."""
+    matrix = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
     total = tl.zeros([COLUMNS], tl.float32)
     for start in range(0, height, 1 << LEVELS):

@@ -95,8 +95,9 @@ class Books:
         return next(filter(enough, range(least, most)), most)
 
     def _most_at_home(self, choice: Choice) -> int:
-        """Where experts travel in parts no layer is at home, for there it would be whole."""
-        return min(self._disk.most_home, 1) if choice.expert_parts > 1 else self._disk.most_home
+        """Where experts travel in parts no layer of experts is at home, for there it would be whole."""
+        most = self._question.model.most_beside_parts if choice.expert_parts > 1 else self._units
+        return min(self._disk.most_home, most)
 
     # ---------------------------------------------------------------- bytes
 
@@ -169,7 +170,9 @@ class Books:
 
     def turning(self, choice: Choice, turn: int) -> Choice:
         """``choice`` with ``turn`` layers that turn, each with a slot besides, and whose inputs stay @device."""
-        slots = choice.num_slots if "num_slots" in self._question.pins else choice.num_slots - choice.turn_layers + turn
+        all_there = choice.turn_layers > 0 and choice.num_slots == self._travelling(choice.home)
+        fixed = all_there or "num_slots" in self._question.pins
+        slots = choice.num_slots if fixed else choice.num_slots - choice.turn_layers + turn
         inputs = min(choice.host_inputs, self._question.model.num_layers - turn)
         return self._with(choice._replace(turn_layers=turn, num_slots=slots, host_inputs=inputs), choice.home)
 
@@ -220,8 +223,13 @@ class Books:
         plain = self._in_memory(choice, home)
         return plain._replace(on_disk=self._on_disk(home, *self._needs(choice, home))) if self._disk.is_there else plain
 
+    def _travelling(self, home: int) -> int:
+        """Layers that are not among the first ``home`` units."""
+        layers = self._weights[False].layers
+        return layers[-1] - layers[home]
+
     def _in_memory(self, choice: Choice, home: int) -> Choice:
-        travelling = self._weights[False].layers[-1] - self._weights[False].layers[home]
+        travelling = self._travelling(home)
         slots = choice.num_slots if "num_slots" in self._question.pins else max(min(choice.num_slots, travelling), 1)
         parts = choice.end_parts if "end_parts" in self._question.pins or home < self._units else 1
         experts = choice.expert_parts if "expert_parts" in self._question.pins or travelling else 1
@@ -306,14 +314,13 @@ class Books:
 
     def _activations_of(self, choice: Choice, *, whole: bool) -> int:
         several = choice.richer_budget if choice.richer_layers else 0.0
-        again = choice.host_inputs > 0 or choice.mlp_chunk_tokens > 0 or choice.turn_layers > 0 or choice.expert_parts > 1
-        parts = 1 if whole else choice.end_parts  # units go home from the prologue on: the head is the last, and whole there
-        of_micro_batch = (choice.micro_batch_rows, *choice.computed, several, parts, choice.expert_parts, again)
+        own = self._in_memory(choice, self._units) if whole else choice  # at home ends and layers are whole
+        again = choice.host_inputs > 0 or choice.mlp_chunk_tokens > 0 or choice.turn_layers > 0 or own.expert_parts > 1
+        of_micro_batch = (choice.micro_batch_rows, *choice.computed, several, own.end_parts, own.expert_parts, again)
         key = (*of_micro_batch, *choice.cut, whole, choice.richer_layers, *choice.in_layers)
         if key not in self._activations:
             question = self._question
-            there = self._in_memory(choice, self._units) if whole else choice._replace(home=0)
-            plan = there.on(Plan(compile=question.compiles, fp32=question.fp32))
+            plan = own._replace(home=self._units if whole else 0).on(Plan(compile=question.compiles, fp32=question.fp32))
             if of_micro_batch not in self._working:
                 self._working[of_micro_batch] = question.working(plan)
             working = self._working[of_micro_batch]

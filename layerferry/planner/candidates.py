@@ -2,16 +2,14 @@
 
 Micro-batch, waves, activation budget, chunk of logits, slots and slabs, parts of the ends, and the way of carrying gradients are
 all combined. Rows longer than ``LONG_ROW`` may have their layers computed again with token-wise parts in chunks: then every
-number of inputs @host is a choice. Where nothing fits, parts of ends that were too small to be worth it and small chunks are
-tried too: what is refused fits in no way that is known here. What the user has pinned is kept as it is. Checked by
-``tests/planner/test_search.py``, and whether the leanest are that by ``test_remedies.py``.
+number of inputs @host is a choice. What the user has pinned is kept as it is. What is tried where nothing of this fits is in
+``resorts.py``. Checked by ``tests/planner/test_search.py``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from itertools import product
 
 from layerferry.config import Pins
@@ -25,8 +23,8 @@ MOST_TOKENS = 32768
 """Of a micro-batch on CUDA: beyond, nothing gets faster."""
 LONG_ROW = 32768
 """Tokens of a row beyond which a layer's inner activations are gigabytes, and attention is much of its time."""
-MLP_CHUNK, SMALL_MLP_CHUNK = 8192, 1024
-"""Tokens that a token-wise part sees at a time there: enough to fill the matrix units; and where nothing else fits."""
+MLP_CHUNK = 8192
+"""Tokens that a token-wise part sees at a time there: enough to fill the matrix units."""
 MOST_ROW_CHOICES = 16
 """Sizes of a micro-batch that are looked at; of more divisors every second, third ... is."""
 CHUNKS = (8192, 4096, 2048, 1024, 512, 256)
@@ -41,8 +39,6 @@ BUFFERS = (*CPU_BUFFERS, (4, 2), (6, 2), (ALL, 2))
 """(layer slots, slabs): enough for upload, compute and download at once; the least that still overlaps anything; more."""
 PARTS = 16
 """Parts of the ends that every combination is tried with: small ones cost hardly more than large ones."""
-EXPERT_PARTS = (4, 16)
-"""Parts of a layer's experts that are tried where nothing fits without: more cost time, and save less each time."""
 WORTH_PARTS = 0.1
 """Share of the device that whole ends' buffers must take for parts to be tried where something fits: beyond, ends go home."""
 
@@ -51,21 +47,21 @@ def choices(question: Problem) -> Iterator[Choice]:
     """Everything that is considered, without units at home; of equals the first is taken."""
     pins, shape = question.pins, question.shape
     budgets: tuple[float, ...] = BUDGETS if question.compiles else (1.0, 0.0)
-    expert_parts = pins.expert_parts or 1
-    if expert_parts > 1:
+    expert_parts = question.model.parts_of_experts(pins.expert_parts or 1)
+    if expert_parts > 1 or pins.mlp_chunk_tokens:
         budgets = (_free_budget(question),)  # every layer is computed again
     if pins.activation_budget is not None:
         budgets = (pins.activation_budget,)
     every = question.model.num_layers
     inputs, attention = min(pins.host_inputs or 0, every), min(pins.kept_attention or 0, every)
-    rows_choices = [pins.micro_batch_rows] if pins.micro_batch_rows else _row_choices(question)
-    buffer_choices, parts_choices, may_travel = _buffer_choices(question), _parts_choices(question), _may_travel(question)
-    for rows in rows_choices:
-        chunks = _chunk_choices(question, min(rows, shape.rows_per_step) * shape.row_tokens)
-        for waves in _wave_choices(question, rows, last=rows == min(rows_choices)):
+    all_rows = [pins.micro_batch_rows] if pins.micro_batch_rows else row_choices(question)
+    all_buffers, all_parts, may_travel = buffer_choices(question), parts_choices(question), _may_travel(question)
+    for rows in all_rows:
+        chunks = chunk_choices(question, min(rows, shape.rows_per_step) * shape.row_tokens)
+        for waves in wave_choices(question, rows, last=rows == min(all_rows)):
             carries, most_first = _carry_choices(question, waves), -(-shape.rows_per_step // rows) - waves + 1
             first = min(pins.first_wave or 0, most_first) if waves > 1 else 0
-            kinds = product(parts_choices, budgets, chunks, buffer_choices, carries)
+            kinds = product(all_parts, budgets, chunks, all_buffers, carries)
             for parts, budget, chunk, (slots, slabs), (resident, carry) in kinds:
                 own = (rows, waves, budget, chunk, slots, slabs, resident, carry, parts)
                 choice = Choice(
@@ -83,39 +79,6 @@ def choices(question: Problem) -> Iterator[Choice]:
                     if shape.row_tokens > LONG_ROW and pins.mlp_chunk_tokens != 0 and not favours(pins) and expert_parts == 1:
                         again = again._replace(mlp_chunk_tokens=pins.mlp_chunk_tokens or MLP_CHUNK)
                         yield from (again._replace(host_inputs=one) for one in range(every + 1))
-
-
-def last_resort(question: Problem, queue: Sequence[object]) -> Iterator[Choice]:
-    """Where nothing has fitted by the time that these are asked for: ends in parts, however small they are; then token-wise
-    parts in small chunks; then layers whose experts travel in parts."""
-    pins = question.pins
-    parted = [replace(pins, end_parts=PARTS)] if _may_part(question) and PARTS not in _parts_choices(question) else []
-    for further in parted:
-        if not queue:
-            yield from choices(replace(question, pins=further))
-    chunks = _may_travel(question) and pins.mlp_chunk_tokens is None and not favours(pins)
-    for further in (pins, *parted) if chunks else ():
-        if not queue:
-            chunked = choices(replace(question, pins=replace(further, mlp_chunk_tokens=SMALL_MLP_CHUNK)))
-            # each layer is computed again anyway: of what it keeps, only inputs are a choice
-            yield from (choice for choice in chunked if choice.host_inputs or not choice.activation_budget)
-    for further, experts in product((pins, *parted), EXPERT_PARTS) if _may_divide(question) else ():
-        if not queue:
-            yield from choices(replace(question, pins=replace(further, expert_parts=experts)))
-
-
-def leanest(question: Problem) -> Iterator[Problem]:
-    """``question`` with what takes the fewest bytes pinned: where that does not fit, nothing does. Fewest waves want no sums
-    between them, most waves have least in each."""
-    pins = question.pins
-    rows = pins.micro_batch_rows or min(_row_choices(question))
-    slots, slabs = min(_buffer_choices(question))
-    chunk = min(_chunk_choices(question, min(rows, question.shape.rows_per_step) * question.shape.row_tokens))
-    carry = False if pins.carry_fp32 is None else pins.carry_fp32
-    lean = replace(pins, micro_batch_rows=rows, num_slots=slots, num_slabs=slabs, chunk_tokens=chunk, carry_fp32=carry)
-    waves = _wave_choices(question, rows, last=True)
-    for number in dict.fromkeys((waves[0], waves[-1])):
-        yield replace(question, pins=replace(lean, num_waves=number))
 
 
 def favours(pins: Pins) -> bool:
@@ -173,43 +136,46 @@ def _carry_choices(question: Problem, waves: int) -> list[tuple[bool, bool]]:
 def _may_travel(question: Problem) -> bool:
     """Whether inputs may be sent to the host unasked: nobody has said what is kept, and the host is another memory."""
     pins = question.pins
-    return pins.host_inputs is None and not pins.activation_budget and not question.machine.is_cpu
+    is_one = question.machine.is_cpu and question.machine.shares_budget
+    return pins.host_inputs is None and not pins.activation_budget and not is_one
 
 
 def may_fill(question: Problem, choice: Choice) -> bool:
     """Whether the fewest inputs @host that let ``choice`` fit are looked for; of long rows in chunks every number is a choice."""
     every_number = choice.mlp_chunk_tokens and question.shape.row_tokens > LONG_ROW
-    keeps = choice.activation_budget or choice.richer_budget
+    rebuilt = choice.mlp_chunk_tokens or choice.expert_parts > 1
+    keeps = not rebuilt and (choice.activation_budget or choice.richer_budget)
     return _may_travel(question) and not (choice.host_inputs or keeps or every_number)
 
 
-def _buffer_choices(question: Problem) -> list[tuple[int, int]]:
+def buffer_choices(question: Problem) -> list[tuple[int, int]]:
     pins, known = question.pins, CPU_BUFFERS if question.machine.is_cpu else BUFFERS
     choices = [(pins.num_slots or min(slots, question.model.num_layers), pins.num_slabs or slabs) for slots, slabs in known]
     return list(dict.fromkeys(choices))
 
 
-def _parts_choices(question: Problem) -> list[int]:
+def parts_choices(question: Problem) -> list[int]:
     if question.pins.end_parts:
-        return [question.pins.end_parts]
+        return [question.model.parts_of_ends(question.pins.end_parts)]
     ends = sum(unit.layout.bytes(FP32_PLANE) for unit in question.model.units if not unit.is_layer)
     worth = ends > WORTH_PARTS * device_budget(question.machine)
-    return [1, PARTS] if worth and _may_part(question) else [1]
+    return [1, PARTS] if worth and may_part(question) else [1]
 
 
-def _may_part(question: Problem) -> bool:
+def may_part(question: Problem) -> bool:
     """Whether the ends may travel in parts unasked; layers turn with a head that is there whole."""
     return question.pins.end_parts is None and not question.pins.turn_layers and question.model.undividable is None
 
 
-def _may_divide(question: Problem) -> bool:
+def may_divide(question: Problem) -> bool:
     """Whether a layer's experts may travel in parts unasked: nothing is asked for that needs whole layers."""
     pins = question.pins
-    whole = favours(pins) or pins.mlp_chunk_tokens or pins.kept_attention or (pins.device_units or 0) > 1
+    whole = favours(pins) or pins.mlp_chunk_tokens or pins.kept_attention
+    whole = whole or (pins.device_units or 0) > question.model.most_beside_parts
     return pins.expert_parts is None and question.model.undividable_layers is None and not whole
 
 
-def _row_choices(question: Problem) -> list[int]:
+def row_choices(question: Problem) -> list[int]:
     """Rows of a micro-batch, most first: equal micro-batches of at most ``MOST_TOKENS``, or of the user's rows on a CPU."""
     shape = question.shape
     most = question.user_rows if question.machine.is_cpu else max(MOST_TOKENS // max(shape.row_tokens, 1), 1)
@@ -224,14 +190,14 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // one for one in small)})
 
 
-def _chunk_choices(question: Problem, tokens: int) -> list[int]:
+def chunk_choices(question: Problem, tokens: int) -> list[int]:
     if question.pins.chunk_tokens:
         return [question.pins.chunk_tokens]
     chunks = CPU_CHUNKS if question.machine.is_cpu else CHUNKS
     return [chunk for chunk in chunks if chunk == max(chunks) or chunk < tokens]
 
 
-def _wave_choices(question: Problem, rows: int, *, last: bool) -> list[int]:
+def wave_choices(question: Problem, rows: int, *, last: bool) -> list[int]:
     """Numbers of waves, few first. What is pinned is kept where micro-batches of ``rows`` are enough for it; where none are, by
     the ``last`` as far as it goes."""
     most, pinned, first = -(-question.shape.rows_per_step // rows), question.pins.num_waves, question.pins.first_wave

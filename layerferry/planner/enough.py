@@ -52,8 +52,7 @@ def having(machine: Machine, place: str, num_bytes: int) -> Machine:
         return replace(machine, disk_available=num_bytes)
     if place == DEVICE:
         return replace(machine, device_available=num_bytes, device_source=KEYS[DEVICE])
-    shared = machine.one_memory and machine.device_source != KEYS[DEVICE]
-    device = num_bytes if shared else machine.device_available
+    device = num_bytes if machine.shares_budget else machine.device_available
     return replace(machine, host_available=num_bytes, host_source=KEYS[HOST], device_available=device)
 
 

@@ -124,6 +124,20 @@ class Model:
     def layer_units(self) -> tuple[Unit, ...]:
         return tuple(unit for unit in self.units if unit.is_layer)
 
+    def parts_of_ends(self, count: int) -> int:
+        """In how many parts the ends are cut where ``count`` are wanted."""
+        return max((len(divide(unit, count)) for unit in self.units if not unit.is_layer), default=1)
+
+    def parts_of_experts(self, count: int) -> int:
+        """The same of layers' experts, the body not counted."""
+        return max([1, *(len(divide(unit, count)) - 1 for unit in self.kinds)])
+
+    @cached_property
+    def most_beside_parts(self) -> int:
+        """Units that may live @device while experts travel in parts, from the embedding on: those before the first layer that is
+        cut."""
+        return next((unit.index for unit in self.units if unit.is_layer and unit.tables), len(self.units))
+
     @cached_property
     def kinds(self) -> tuple[Unit, ...]:
         """The first layer of each behaviour."""

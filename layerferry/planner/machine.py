@@ -122,6 +122,11 @@ class Machine:
         return self.is_cpu or self.unified
 
     @property
+    def shares_budget(self) -> bool:
+        """What the device takes is the host's: they are one memory, and nobody has said what the device may take of it."""
+        return self.one_memory and self.device_source != "device_memory"
+
+    @property
     def guessed(self) -> bool:
         return any(getattr(self, name).source == GUESS for name in RATES)
 

@@ -57,17 +57,20 @@ class PartSlots:
             piece = self._expected[0]
             slot = next((slot for slot in self._slots if slot.holds == piece), None)
             if slot is None:
-                order = list(self._expected)
                 idle = [slot for slot in self._slots if not slot.claims]
                 if not idle:
                     break
-                slot = max(idle, key=lambda s: (order.index(s.holds) if s.holds in order else len(order), -s.last_use))
+                slot = idle[0] if len(idle) == 1 else self._longest_idle(idle)
                 slot.holds = piece
                 begun.append((piece, slot.free))
             self._expected.popleft()
             slot.claims += 1
             self._assigned.append(slot)
         return begun
+
+    def _longest_idle(self, idle: Sequence[_Slot]) -> _Slot:
+        order = list(self._expected)
+        return max(idle, key=lambda slot: (order.index(slot.holds) if slot.holds in order else len(order), -slot.last_use))
 
 
 def uses_of_ends(num_prologue: int, num_head: int, *, tied: bool, prologue_home: bool, head_home: bool) -> list[int]:

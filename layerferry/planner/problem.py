@@ -138,7 +138,7 @@ def problem(model: Model, specs: Mapping[str, PlaneSpec], machine: Machine, conf
     refuse_undividable_layers(config.engine.expert_parts or 1, model.name, model.undividable_layers)
     if config.engine.disk_units and not config.engine.disk_memory:
         raise PlanError(f"disk_units: {config.engine.disk_units}: set disk_memory too: the bytes of the disk that may be taken")
-    _refuse_contradictions(config.engine, len(model.units))
+    _refuse_contradictions(config.engine, model)
     train, data = config.train, config.data
     packed = data.neat_packing or (data.packing if data.packing is not None else train.stage == "pt")
     shape = Shape(
@@ -169,19 +169,19 @@ def pins_of(config: Config) -> Pins:
     return Pins(**found)
 
 
-def _refuse_contradictions(engine: EngineConfig, num_units: int) -> None:
+def _refuse_contradictions(engine: EngineConfig, model: Model) -> None:
     """Pins that no plan can keep together."""
     at_home, on_disk = engine.device_units or 0, engine.disk_units or 0
-    if at_home and on_disk and at_home + on_disk > num_units:
+    if at_home and on_disk and at_home + on_disk > len(model.units):
         raise PlanError(
-            f"device_units: {at_home} and disk_units: {on_disk} are more than the model's {num_units} units: "
+            f"device_units: {at_home} and disk_units: {on_disk} are more than the model's {len(model.units)} units: "
             "state lives in one place"
         )
-    layers_at_home = max((engine.device_units or 0) - 1, 0)
-    if (engine.expert_parts or 1) > 1 and layers_at_home:
+    if (engine.expert_parts or 1) > 1 and at_home > model.most_beside_parts:
+        whole = sum(bool(unit.is_layer and unit.tables) for unit in model.units[:at_home])
         raise PlanError(
-            f"device_units: {engine.device_units}: {layers_at_home} layers at home are whole, and expert_parts: "
-            f"{engine.expert_parts} cuts them; leave one of them out"
+            f"device_units: {at_home}: {whole} layer{'s' * (whole > 1)} of experts would be at home, whole, and expert_parts: "
+            f"{engine.expert_parts} cuts them; set device_units to {model.most_beside_parts} or lower, or leave one of them out"
         )
     refuse_whole_layers(engine)
     again = next((name for name in ("mlp_chunk_tokens", "kept_attention") if getattr(engine, name)), None)
@@ -242,10 +242,8 @@ def places(host: int, device: int, machine: Machine, *, disk: int = 0) -> dict[s
     on_disk = {DISK: (disk, machine.disk_available)} if disk else {}
     if not machine.one_memory:
         return {HOST: (host, host_budget(machine)), DEVICE: (device, device_budget(machine)), **on_disk}
-    found = {HOST: (host + device, host_budget(machine))}
-    if machine.device_source == "device_memory":
-        found[DEVICE] = (device, device_budget(machine))
-    return {**found, **on_disk}
+    own = {} if machine.shares_budget else {DEVICE: (device, device_budget(machine))}
+    return {HOST: (host + device, host_budget(machine)), **own, **on_disk}
 
 
 def budget_source(machine: Machine, place: str) -> str:

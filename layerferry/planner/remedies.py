@@ -100,7 +100,7 @@ def _larger_budgets(question: Problem, needed: Mapping[str, int], short: set[str
             return
 
 
-_ENOUGH = {DEVICE: " is the least that is enough"}
+_ENOUGH = {DEVICE: f" is the least that is enough, to {size_text(ROUNDED)}"}
 
 
 def _budget(question: Problem, place: str, num_bytes: int) -> str:

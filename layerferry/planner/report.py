@@ -131,7 +131,6 @@ def _title(plan: Plan, model: Model) -> str:
 def _choices(plan: Plan, pins: Pins) -> str:
     micro = -(-plan.rows_per_step // plan.micro_batch_rows)
     tokens = min(plan.micro_batch_rows, plan.rows_per_step) * plan.row_tokens
-    budget = "keep everything" if plan.activation_budget >= 1.0 else "keep this share, compute the rest again"
     rows = [
         ("micro_batch_rows", str(plan.micro_batch_rows), f"{micro} micro-batch{'es' * (micro > 1)} of {tokens:,} tokens"),
         ("num_waves", str(plan.num_waves), _waves(plan)),
@@ -140,7 +139,7 @@ def _choices(plan: Plan, pins: Pins) -> str:
             if plan.first_wave
             else []
         ),
-        ("activation_budget", f"{plan.activation_budget:g}", "keep inputs only" if plan.activation_budget == 0.0 else budget),
+        ("activation_budget", f"{plan.activation_budget:g}", _budget(plan)),
         *(
             [("richer_layers", str(plan.richer_layers), f"the last layers keep {plan.richer_budget:g}")]
             if plan.richer_layers
@@ -173,6 +172,14 @@ def _choices(plan: Plan, pins: Pins) -> str:
     kept = {name for name, _ in pins.items()} - unkept(pins, plan).keys()
     lines = [f"  {name:<18} {value:>6}  {'pinned ' if name in kept else 'planner'}  {text}" for name, value, text in rows]
     return "\n".join(["choices", *lines])
+
+
+def _budget(plan: Plan) -> str:
+    if plan.expert_parts > 1 or plan.mlp_chunk_tokens or plan.kept_attention:
+        return "of a layer that is computed again, as every one is"
+    if plan.activation_budget == 0.0:
+        return "keep inputs only"
+    return "keep everything" if plan.activation_budget >= 1.0 else "keep this share, compute the rest again"
 
 
 def _parts(plan: Plan) -> str:

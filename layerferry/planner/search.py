@@ -20,17 +20,18 @@ against playing everything, and by ``tests/planner/test_choose.py``.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
 from layerferry.plan import Plan
 from layerferry.planner.books import Books
-from layerferry.planner.candidates import choices, favours, last_resort, leanest, may_fill, may_turn
+from layerferry.planner.candidates import choices, favours, may_fill, may_turn
 from layerferry.planner.choice import Choice
 from layerferry.planner.problem import Key, Problem, key_of
+from layerferry.planner.resorts import last_resorts, leanest
 
-FEWER_PARTS = (2, 4, 8)
+FEWER_PARTS = (2, 4, 8, 16, 32, 64, 128)
 """Of the ends, and of layers' experts: what the best plan is tried with afterwards."""
 MOST_FIRST_WAVES = 16
 """Numbers of micro-batches in the first wave that the best plan is tried with."""
@@ -61,7 +62,7 @@ def _search(question: Problem, keys: Collection[Key] | None) -> tuple[Plan, bool
     base = _base(question)
     queue: list[Bounded] = []
     nearest: tuple[int, Choice] | None = None
-    for number, choice in enumerate(chain(choices(question), last_resort(question, queue))):
+    for number, choice in enumerate(_until_one_fits(question, queue)):
         if keys is not None and not _is_measured(choice, base, keys):
             continue
         if choice.may_favour and may_turn(question, choice) and books.is_wasteful(choice):
@@ -91,6 +92,15 @@ def _search(question: Problem, keys: Collection[Key] | None) -> tuple[Plan, bool
     return question.complete(nearest[1].on(base)), False
 
 
+def _until_one_fits(question: Problem, queue: Sequence[object]) -> Iterator[Choice]:
+    """All choices; and while nothing that fits is in the ``queue``, those of one last resort after the other."""
+    yield from choices(question)
+    for resort in last_resorts(question):
+        if queue:
+            return
+        yield from choices(resort)
+
+
 def can_fit(question: Problem) -> bool:
     """Whether ``search`` would find a plan, in a hundredth of its time: what is fastest is not asked."""
     disk = question.machine.disk_available and question.pins.disk_units is None
@@ -100,11 +110,12 @@ def can_fit(question: Problem) -> bool:
 
 def _can_fit(question: Problem) -> bool:
     books, pinned = Books(question), favours(question.pins)
-    measured = [question] if question.measured else []  # one that was measured needs no margin, and may need fewer bytes
     return any(
         not _least_short(question, books, choice) and not _furnished(question, books, choice)[1]
-        for lean in (*leanest(question), *measured)
-        for choice in chain(choices(lean), last_resort(lean, ()))
+        for asked in (question, *last_resorts(question))
+        # what was measured needs no margin, and may need fewer bytes
+        for lean in (*leanest(asked), *([asked] if question.measured else ()))
+        for choice in choices(lean)
         if pinned or not choice.may_favour  # to keep more takes no fewer bytes
     )
 
@@ -136,7 +147,7 @@ def _fewer_parts(question: Problem, books: Books, choice: Choice) -> list[Choice
     """``choice`` with larger parts of the ends, or of layers' experts, where they fit."""
     others: list[Choice] = []
     if choice.end_parts > 1 and not question.pins.end_parts:
-        others += [choice._replace(end_parts=parts) for parts in FEWER_PARTS]
+        others += [choice._replace(end_parts=parts) for parts in FEWER_PARTS if parts < choice.end_parts]
     if choice.expert_parts > 1 and not question.pins.expert_parts:
         others += [choice._replace(expert_parts=parts) for parts in FEWER_PARTS if parts < choice.expert_parts]
     return [other for other in others if not books.short(other)]

@@ -18,6 +18,7 @@ import torch
 from layerferry.engine.engine import Engine
 from layerferry.errors import PlanError
 from layerferry.plan import Plan, size_text
+from layerferry.planner.facts import Model
 from layerferry.planner.problem import Problem
 
 logger = logging.getLogger("layerferry.trainer")
@@ -44,11 +45,12 @@ WORTH_TRYING = 0.95
 def smaller(question: Problem, plan: Plan) -> Plan | None:
     """The fastest neighbour of ``plan`` that needs clearly less @device; None: there is none."""
     most = WORTH_TRYING * plan.total("@device")
-    found = [candidate for one in _neighbours(plan) if (candidate := question.complete(one)).total("@device") <= most]
+    neighbours = map(question.complete, _neighbours(question.model, plan))
+    found = [one for one in neighbours if one.total("@device") <= most]
     return min(found, key=lambda one: one.seconds.step if one.seconds else 0.0, default=None)
 
 
-def _neighbours(plan: Plan) -> Iterator[Plan]:
+def _neighbours(model: Model, plan: Plan) -> Iterator[Plan]:
     """Fewer rows at a time, fewer activations kept, smaller parts of layers' experts, smaller pieces of the logits,
     fewer buffers; more waves where their sums are carried in fp32."""
     rows = [rows for rows in range(1, plan.micro_batch_rows) if plan.micro_batch_rows % rows == 0]
@@ -60,8 +62,8 @@ def _neighbours(plan: Plan) -> Iterator[Plan]:
     if plan.turn_layers:
         yield from (_turning(plan, one) for one in {plan.turn_layers * 3 // 4, plan.turn_layers // 2, 0})
     yield from (replace(plan, richer_layers=0, activation_budget=one) for one in budgets if one < plan.activation_budget)
-    if plan.expert_parts > 1:
-        yield replace(plan, expert_parts=2 * plan.expert_parts)
+    if plan.expert_parts > 1 and (parts := model.parts_of_experts(2 * plan.expert_parts)) > plan.expert_parts:
+        yield replace(plan, expert_parts=parts)
     yield from (replace(plan, chunk_tokens=one) for one in (2048, 1024, 512, 256) if one < plan.chunk_tokens)
     others = plan.num_slots - plan.turn_layers
     fewer = (one for one in (3, 2) if one < others)

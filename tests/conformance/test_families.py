@@ -32,6 +32,11 @@ def attentions(family: Family) -> list[str]:
     return ["eager", "sdpa"] if offers_sdpa(family) else ["eager"]
 
 
+BY_POWER = {"gemma4_text"}
+"""Their norm is a ``torch.pow`` of every row, whose bits are others behind the last whole vector: another number of rows, as the
+head over trained rows alone has it, changes the last bits."""
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 def test_loss_and_every_gradient_equal_autograd(family: Family) -> None:
     for attention in attentions(family):
@@ -44,14 +49,13 @@ def test_loss_and_every_gradient_equal_autograd(family: Family) -> None:
         assert report.loss == loss.item(), attention
         assert not unequal(gradients(engine), expected), attention
         # The engine's own objective sums the loss over trained tokens only. Both are sums of n positive terms, each within
-        # (n - 1) roundings of the exact sum; plus one for the division. Its head has the trained rows alone, and torch's powers
-        # (gemma4's norm) have other bits behind the last whole vector: the layers' gradients are near, for many the same.
+        # (n - 1) roundings of the exact sum; plus one for the division. Its head has the trained rows alone.
         num_terms = sum(batch.labels.numel() for batch in batches)
         own = engine.step(batches, lr=0.0)
         assert abs(own.loss - report.loss) <= 2 * (num_terms + 1) * UNIT_ROUNDOFF * report.loss, attention
         found = gradients(engine)
         for name in (name for unit in engine.skeleton.layer_units for name in unit.names.values()):
-            assert relative(found[name], expected[name]) < 1e-6, (attention, name)
+            assert relative(found[name], expected[name]) <= (1e-6 if family.model_type in BY_POWER else 0.0), (attention, name)
         engine.close()
 
 

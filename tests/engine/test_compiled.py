@@ -13,7 +13,9 @@ from torch import nn
 
 from layerferry.engine.compiled import KEEPS_MORE, budget_backend, preparer
 from layerferry.models import or_eager
+from layerferry.models.attention_outputs import AttentionOutputs
 from layerferry.models.or_eager import CompiledOrEager
+from layerferry.models.template import Template
 from layerferry.plan import Plan
 from tests.conformance.harness import make_engine
 from tests.engine.small import small_model
@@ -40,7 +42,9 @@ class Counting:
         return graph.forward
 
 
-class Template:
+class Plain:
+    """What the compiler knows of a template."""
+
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.run: Any = module
@@ -114,6 +118,39 @@ def test_an_eager_run_draws_what_the_compiled_one_has_drawn() -> None:
     assert len(graphs) == 2 and torch.equal(*found)
 
 
+def test_an_eager_run_finds_no_traces_of_the_compiled_one() -> None:
+    """Router logits are noted, and attention is answered from what was recorded, before the second graph fails to compile."""
+    query, results, graphs = torch.randn(1, 2, 4, 8), [], []
+    template = Template.__new__(Template)
+    template.routed, template.attention = [torch.zeros(1)], AttentionOutputs()
+
+    def broken(graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
+        graphs.append(graph)
+        if len(graphs) == 2:
+            raise RuntimeError("no such instruction")
+        return graph.forward
+
+    @torch.compiler.disable
+    def note(logits: torch.Tensor) -> None:
+        template.routed.append(logits)
+
+    def layer(hidden: torch.Tensor) -> torch.Tensor:
+        note(hidden)
+        first = template.attention.call(nn.functional.scaled_dot_product_attention, hidden, hidden, hidden)
+        return template.attention.call(nn.functional.scaled_dot_product_attention, first + 1, hidden, hidden) * 2
+
+    with template.attention.recording(results):
+        expected = layer(query)
+    for done, under in ((0, template.attention.answering), (2, template.attention.recording)):
+        graphs.clear()
+        torch.compiler.reset()
+        kept, number = (results if done == 0 else []), len(template.routed)
+        with under(kept):
+            found = CompiledOrEager(layer, "Layer", remember=template.remember, backend=broken)(query)
+        assert len(graphs) == 2 and torch.equal(found, expected)
+        assert len(template.routed) == number + 1 and len(kept) == done
+
+
 def test_a_layer_whose_backward_does_not_compile_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor leaves the backward for later, when a graph of the forward can no longer be replaced."""
     from torch._inductor import compile_fx
@@ -133,7 +170,7 @@ def test_a_layer_whose_backward_does_not_compile_runs_eagerly(monkeypatch: pytes
 
 
 def test_without_compile_a_template_is_left_alone() -> None:
-    template = Template(Layer())
+    template = Plain(Layer())
     preparer(Plan(compile=False), 8)(template, 1.0)  # type: ignore[arg-type]
     assert template.run is template.module
 

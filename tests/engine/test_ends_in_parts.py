@@ -69,7 +69,7 @@ def in_fp64(model: Any, batches: Any) -> tuple[float, dict[str, Tensor]]:
     return loss.item(), found
 
 
-def relative(found: Tensor, exact: Tensor) -> float:
+def largest_error(found: Tensor, exact: Tensor) -> float:
     """The largest error, as a share of the largest value."""
     return float((found.double() - exact).abs().max() / exact.abs().max().clamp(min=1e-9))
 

@@ -35,7 +35,7 @@ from tests.engine.small import (
     same,
     small_model,
 )
-from tests.engine.test_ends_in_parts import in_fp64, one_step, relative
+from tests.engine.test_ends_in_parts import in_fp64, largest_error, one_step
 
 BASE = Plan(fp32=True, num_slots=2, num_slabs=1, carry_fp32=True, expert_parts=3)
 STEPS = 2
@@ -80,7 +80,7 @@ def test_gradients_are_as_near_to_fp64_as_those_of_whole_layers(name: str) -> No
     for parts in (1, 3):
         report, found = one_step(model, replace(BASE, expert_parts=parts), batches)
         assert report.loss == pytest.approx(loss, rel=1e-5)
-        errors[parts] = {name: relative(found[name], exact[name]) for name in exact}
+        errors[parts] = {name: largest_error(found[name], exact[name]) for name in exact}
     for entry, error in errors[3].items():
         assert error <= 4 * max(errors[1][entry], 2.0**-20), entry
         assert error < 1e-4, entry
@@ -111,7 +111,7 @@ def test_what_routers_and_dropout_do_is_the_same(name: str, changes: dict[str, A
     report, found = one_step(model, BASE)
     assert report.loss == pytest.approx(whole.loss, rel=2.0**-20)
     for entry, value in expected.items():
-        assert relative(found[entry], value.double()) < 2.0**-16, entry
+        assert largest_error(found[entry], value.double()) < 2.0**-16, entry
 
 
 FROZEN = {
@@ -135,7 +135,7 @@ def test_frozen_parameters(what: str) -> None:
     assert report.loss == pytest.approx(whole.loss, rel=2.0**-20)
     assert trained and report.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
     for name in trained:
-        assert relative(found[name], expected[name].double()) < 2.0**-16, name
+        assert largest_error(found[name], expected[name].double()) < 2.0**-16, name
 
 
 def test_all_runs_of_a_layer_need_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_experts_that_nobody_asks_have_no_gradient() -> None:
     idle = [row for value in (found[n] for n in found if ".experts." in n) for row in value if not bool(row.any())]
     assert idle
     for name, value in expected.items():
-        assert relative(found[name], value.double()) < 2.0**-16, name
+        assert largest_error(found[name], value.double()) < 2.0**-16, name
 
 
 # -------------------------------------------------------------------- one run, whatever the plan
@@ -273,7 +273,7 @@ def test_packed_samples_do_not_see_each_other() -> None:
     whole, expected = one_step(sparse(), replace(BASE, expert_parts=1), batches)
     report, found = one_step(sparse(), BASE, batches)
     assert report.loss == pytest.approx(whole.loss, rel=2.0**-20)
-    assert all(relative(found[name], value.double()) < 2.0**-16 for name, value in expected.items())
+    assert all(largest_error(found[name], value.double()) < 2.0**-16 for name, value in expected.items())
 
 
 def test_detect_anomaly_changes_nothing() -> None:

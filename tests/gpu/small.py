@@ -84,10 +84,6 @@ def gradients(engine: Engine) -> dict[str, torch.Tensor]:
     }
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / (expected.double().norm() + 1e-30))
-
-
 def assert_places_do_not_matter(optim: OptimConfig | None = None) -> None:
     """Three steps with no, some and all units at home on the device leave the same masters."""
     torch.use_deterministic_algorithms(True)

@@ -15,8 +15,9 @@ from layerferry.engine.oracle import loss_and_gradients
 from layerferry.models import varlen
 from layerferry.objectives import CrossEntropy
 from layerferry.plan import FREE_BUDGET, Plan
+from tests.conformance.harness import relative
 from tests.engine.small import check_parts_in_rounded_waves, check_parts_in_waves_and_on_arrival
-from tests.gpu.small import FAMILIES, batches, engine_of, gradients, model_of, relative, twins_of
+from tests.gpu.small import FAMILIES, batches, engine_of, gradients, model_of, twins_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="no CUDA device")]
 

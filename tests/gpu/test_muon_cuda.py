@@ -14,7 +14,8 @@ from layerferry.layout import Layout, ParameterSpec
 from layerferry.optim.orthogonal import COEFFICIENTS, NUM_STEPS, Stack, orthogonalise, stacks_of
 from layerferry.plan import Plan
 from layerferry.planner.updates import LANE_WORKSPACE_BYTES
-from tests.gpu.small import assert_places_do_not_matter, batches, engine_of, model_of, relative
+from tests.conformance.harness import relative
+from tests.gpu.small import assert_places_do_not_matter, batches, engine_of, model_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="no CUDA device")]
 

@@ -12,7 +12,8 @@ from layerferry.backends.cuda import device_count
 from layerferry.engine.batch import MicroBatch
 from layerferry.models import sinks
 from layerferry.plan import Plan
-from tests.gpu.small import FAMILIES, batches, engine_of, gradients, model_of, relative
+from tests.conformance.harness import relative
+from tests.gpu.small import FAMILIES, batches, engine_of, gradients, model_of
 from tests.models.sinks_in_bf16 import assert_as_close_to_fp32_as_products
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device_count() == 0, reason="no CUDA device")]

@@ -44,6 +44,13 @@ class Failing:
         return launch
 
 
+class Launched:
+    """A kernel that does nothing."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *_, **__: None
+
+
 def stepped(kernels: Kernels, state: StateFormat) -> dict[str, torch.Tensor]:
     optimizer = AdamW(state_format=state, kernels=kernels)
     specs = plane_specs(optimizer.state_planes)
@@ -81,6 +88,15 @@ def test_torch_serves_adafactor_too(monkeypatch: pytest.MonkeyPatch, caplog: pyt
         found = factored_steps(TritonKernels(), ordinary, "24bit")
     assert_same_bits(found, factored_steps(ReferenceKernels(), ordinary, "24bit"))
     assert failing.launches == 1 and len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("last", ["take_rows", "take_columns", "clipped", "subtract"])
+def test_adafactor_ends_where_its_moments_have_changed(last: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference would step them once more."""
+    kernels: dict[str, Any] = dict.fromkeys(("sums_by_column", "sums_by_row", "take_rows", "take_columns", "clipped"), Launched())
+    monkeypatch.setattr(device_factored, "_kernels", lambda: SimpleNamespace(**{**kernels, last: Failing(NO_COMPILER)}))
+    with pytest.raises(RuntimeError, match="C compiler"):
+        factored_steps(TritonKernels(), ordinary, "24bit")
 
 
 def test_other_failures_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

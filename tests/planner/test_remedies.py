@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import replace
 from typing import Any
@@ -9,13 +10,15 @@ from typing import Any
 import pytest
 
 from layerferry.config import OptimConfig
+from layerferry.errors import PlanError
 from layerferry.optim.choose import optimizer_for
 from layerferry.planner.books import Books
-from layerferry.planner.candidates import choices, leanest
+from layerferry.planner.candidates import choices
 from layerferry.planner.choose import decide
 from layerferry.planner.enough import ROUNDED, having, least_budgets, most_layers
 from layerferry.planner.held import DEVICE, DISK, HOST
 from layerferry.planner.problem import Problem, fits, problem
+from layerferry.planner.resorts import last_resorts, leanest
 from layerferry.planner.search import can_fit, search
 from layerferry.store.store import plane_specs
 from tests.planner.subjects import GIB, config, machine, qwen
@@ -87,7 +90,8 @@ def test_what_can_fit_is_what_the_search_finds(tokens: int, rows: int, place: st
         asked = replace(question, machine=having(question.machine, place, num_bytes))
         assert can_fit(asked) is search(asked)[1] is expected
     books, model = Books(asked), question.model
-    plain = [one for lean in leanest(asked) for one in choices(lean) if not one.may_favour and not one.activation_budget]
+    every = [lean for one in (asked, *last_resorts(asked)) for lean in leanest(one)]
+    plain = [one for lean in every for one in choices(lean) if not one.may_favour]
     assert plain and not any(
         books.short(books._with(one._replace(host_inputs=inputs), home)) == 0
         for one in plain
@@ -112,6 +116,49 @@ def test_the_least_device_is_the_least(device_gib: float, host_gib: float, rows:
     least = said(r"device_memory: ([\d.]+) GiB is the least that is enough", refused(question))
     assert search(ask(least + 0.005, host_gib, rows=rows, tokens=tokens))[1]
     assert not search(ask(least - 0.2, host_gib, rows=rows, tokens=tokens))[1]
+
+
+PINS: dict[str, tuple[Any, ...]] = {
+    "num_slots": (1, 2),
+    "num_slabs": (1,),
+    "end_parts": (1, 17, 64, 256),
+    "expert_parts": (1, 4, 32, 128),
+    "chunk_tokens": (16, 64, 256),
+    "mlp_chunk_tokens": (0, 64, 512),
+    "host_inputs": (0, 14, 28),
+    "num_waves": (1, 3, 8),
+    "activation_budget": (0.0, 0.3, 1.0),
+    "resident_gradients": (False,),
+    "carry_fp32": (False,),
+    "micro_batch_rows": (1,),
+    "device_units": (0,),
+    "kept_attention": (0,),
+    "richer_layers": (0,),
+    "turn_layers": (0,),
+}
+
+
+@pytest.mark.parametrize("cpu", [False, True])
+@pytest.mark.parametrize("name", ["qwen2.5-7b", "qwen3-30b-a3b"])
+def test_no_pins_make_fit_what_is_less_than_the_least(name: str, cpu: bool) -> None:
+    """Drawn at random; the least is found without any. A CPU has a budget of its own for what a device would hold."""
+    there, rng = {"cpu": cpu, "device_source": "device_memory", "device_available": GIB}, random.Random(0)
+    question = ask(1, 4000, rows=8, tokens=2048, name=name, there=there)
+    budgets = least_budgets(question, {}, (DEVICE,))
+    assert budgets is not None and can_fit(replace(question, machine=having(question.machine, DEVICE, budgets[DEVICE])))
+    less = replace(question, machine=having(question.machine, DEVICE, budgets[DEVICE] - ROUNDED))
+    asked = 0
+    while asked < 40:
+        pins = {key: rng.choice(values) for key, values in PINS.items() if rng.random() < 0.35}
+        if "moe" not in question.model.name:
+            pins.pop("expert_parts", None)
+        try:
+            one = replace(ask(1, 4000, rows=8, tokens=2048, name=name, there=there, **pins), machine=less.machine)
+        except PlanError:
+            continue  # pins that contradict each other
+        asked += 1
+        assert not can_fit(one), pins
+    assert search(replace(question, machine=having(question.machine, DEVICE, budgets[DEVICE])))[1]
 
 
 @pytest.mark.parametrize("on_arrival", [False, True])

@@ -166,9 +166,9 @@ def test_a_measured_step_is_predicted_within_a_tenth(row: dict[str, Any]) -> Non
         # what the link adds to updates shows whole behind the short forward of a first wave; so does a disk that varies
         slower = 0.25 * row["optimizer_busy_s"] if plan.num_waves > 1 else 0.05 * row.get("disk_busy_s", 0.0)
         # products for an update are compute here, and waiting where a short first wave leaves nothing else to compute
-        slower += sum(orthogonal_s(unit.layout, there) for unit in model.units) if plan.num_waves > 1 else 0.0
+        products = sum(orthogonal_s(unit.layout, there) for unit in model.units) if plan.num_waves > 1 else 0.0
         allowed = within * row["step_s"] + slower
-        assert found.waits_for_updates == pytest.approx(row["exposed_optimizer_s"], abs=allowed)
+        assert found.waits_for_updates + products == pytest.approx(row["exposed_optimizer_s"], abs=allowed)
 
 
 def test_there_are_measured_steps() -> None:
