@@ -28,6 +28,7 @@ from layerferry.models.graph import graph_leaves, leaf_names, tensors_in
 from layerferry.models.inputs import Inputs
 from layerferry.models.router_balance import RouterBalance
 from layerferry.models.stack import LayerCall, StopForward, Stub, StubScript, find_stack
+from layerferry.models.streamable import refuse_unstreamable
 from layerferry.models.tables import tables_of
 from layerferry.models.template import Template, behaviour_key
 from layerferry.models.varlen import uses_varlen, without_mask
@@ -70,7 +71,7 @@ class Skeleton:
         self.stack_name, self._stack = find_stack(model, model.config)
         self.layers = list(self._stack)
         self._script = StubScript(len(self.layers))
-        self._refuse_sharing()
+        refuse_unstreamable(self.model, self.stack_name)
         self._specs = self._parameter_specs(decays, fp32)
         self.balance = RouterBalance.of(model, self.layers)
         for index, layer in enumerate(self.layers):
@@ -92,17 +93,6 @@ class Skeleton:
         self._move_buffers()
 
     # ---------------------------------------------------------------- construction
-
-    def _refuse_sharing(self) -> None:
-        owners: dict[int, str] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            inside = name.startswith(f"{self.stack_name}.")
-            home = name[len(self.stack_name) + 1 :].partition(".")[0] if inside else "ends"
-            known = owners.setdefault(id(parameter), home)
-            if known != home:
-                raise ModelRefused(
-                    f"{self.config.model_type}: {name} is shared between layers {known} and {home}; they cannot be streamed alone"
-                )
 
     def _parameter_specs(self, decays: DecayRule, fp32: bool) -> dict[str, ParameterSpec]:
         pattern, owners = fp32_only(self.model), owner_types(self.model)

@@ -8,46 +8,26 @@ at home are always the first ones of the model, so what they weigh is a running 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
-from itertools import accumulate
 
 from layerferry.engine.sizes import InputSizes, device_sizes, input_sizes
-from layerferry.layout import FP32_PLANE, GRAD, WEIGHT, PlaneSpec
+from layerferry.layout import GRAD
 from layerferry.plan import Plan
 from layerferry.planner import compute
 from layerferry.planner.choice import Choice
 from layerferry.planner.disk_books import DiskBooks
 from layerferry.planner.estimate import estimate
-from layerferry.planner.held import DEVICE, HOST, arrival_bytes, unit_bytes
+from layerferry.planner.held import DEVICE, HOST, arrival_bytes
 from layerferry.planner.memory import InLayers, buffers, fullest, in_layers, plan_specs
 from layerferry.planner.problem import ESTIMATE_MARGIN, Problem, places
 from layerferry.planner.time import layer_uploads, waves_of
-from layerferry.planner.updates import orthogonal_s, update_s
+from layerferry.planner.weights import Weights
 from layerferry.planner.working import Working
 from layerferry.units import Kind
 
 WASTEFUL = 2.0
 """Times the bytes of the other way, beyond which one way for layers to keep more is not looked at."""
-
-
-class _Weights:
-    """Running sums over the units: entry h is what the first h units weigh."""
-
-    def __init__(self, question: Problem, specs: Mapping[str, PlaneSpec]) -> None:
-        model = question.model
-
-        def running(*kinds: PlaneSpec) -> list[int]:
-            by_unit = [unit_bytes(model, spec) for spec in kinds]
-            return [0, *accumulate(sum(column) for column in zip(*by_unit, strict=True))]
-
-        self.planes = running(*(spec for kind, spec in specs.items() if kind != GRAD or not question.on_arrival))
-        self.at_home = running(*(FP32_PLANE if kind == GRAD else spec for kind, spec in specs.items()))
-        self.weight, self.grad = running(specs[WEIGHT]), running(specs[GRAD])
-        self.trained = [0, *accumulate(unit.num_trained for unit in model.units)]
-        self.updates = [0.0, *accumulate(update_s(unit.layout, question.machine) for unit in model.units)]
-        self.orthogonal_s = sum(orthogonal_s(unit.layout, question.machine) for unit in model.units)
-        self.layers = [0, *accumulate(int(unit.is_layer) for unit in model.units)]
 
 
 class Books:
@@ -56,7 +36,7 @@ class Books:
     def __init__(self, question: Problem) -> None:
         self._question = question
         self._specs = {carry: plan_specs(question.specs, Plan(carry_fp32=carry)) for carry in (False, True)}
-        self._weights = {carry: _Weights(question, specs) for carry, specs in self._specs.items()}
+        self._weights = {carry: Weights(question, specs) for carry, specs in self._specs.items()}
         self._units = len(question.model.units)
         pinned = question.pins.device_units
         self._pinned_home = None if pinned is None else min(pinned, self._units)

@@ -157,6 +157,12 @@ def test_no_stack_of_that_depth() -> None:
         Skeleton(model, decays=lambda *_: True, device=CPU)
 
 
+def test_a_parameter_without_elements_is_named() -> None:
+    model = build_on_meta(tiny_config(BY_TYPE["llama"], intermediate_size=0), dtype=torch.float32)
+    with pytest.raises(ModelRefused, match=r"llama: model\.layers\.0\.mlp\.gate_proj\.weight has no elements \(0, \d+\)"):
+        Skeleton(model, decays=lambda *_: True, device=CPU)
+
+
 class Output:
     """A base model's output with nothing else in it."""
 
