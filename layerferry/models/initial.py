@@ -1,12 +1,14 @@
 """Random weights, unit by unit, by the family's own rule: training from scratch, and benchmarks at a model's real shape.
 
 ``_init_weights`` of the real model runs on fp32 modules of one unit at a time, so a model far larger than memory is never
-built. Seeded by (seed, unit): the values do not depend on which units were made before.
+built. Seeded by (seed, unit): the values do not depend on which units were made before. Checked by
+``tests/models/test_initial.py``.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +16,30 @@ import torch
 from torch import Tensor, nn
 
 from layerferry.models.skeleton import Skeleton
+from layerferry.plan import size_text
 from layerferry.units import Unit
+
+log = logging.getLogger(__name__)
 
 
 def initial_parameters(skeleton: Skeleton, unit: Unit, *, seed: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """(layout entry name, fp32 value @device) for every parameter of ``unit``."""
+    """(layout entry name, fp32 value @device) for every parameter of ``unit``; on the CPU, with other values and a line that says
+    so, where the device has no room for them."""
+    try:
+        yield from _drawn(skeleton, unit, seed, device)
+        return
+    except torch.OutOfMemoryError:
+        if device.type == "cpu":
+            raise
+    # the handler is left before: its traceback holds what was allocated
+    log.warning(
+        "%s: its %s of random values in fp32 do not fit the device: they are drawn on the CPU, which has other random numbers",
+        *(unit.name, size_text(4 * unit.numel)),
+    )
+    yield from _drawn(skeleton, unit, seed, torch.device("cpu"))
+
+
+def _drawn(skeleton: Skeleton, unit: Unit, seed: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     rule: Any = _initialiser(skeleton)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():

@@ -32,7 +32,8 @@ ONE_BY_ONE = 1 << 20
 SMALL_MLP_CHUNK, SMALLEST_MLP_CHUNK = 1024, 64
 """Tokens that a token-wise part sees at a time."""
 SMALLEST = {"end_parts": 256, "chunk_tokens": 16, "num_slabs": 1, "richer_layers": 0, "turn_layers": 0}
-"""Smaller pieces save next to nothing, some MB of parts and logits, and take the time of as many launches."""
+"""Smaller pieces save next to nothing, some MB of parts and logits, and take the time of as many launches. Small chunks of logits
+are for ends that are whole: of a part they are small already."""
 
 
 def last_resorts(question: Problem) -> Iterator[Problem]:
@@ -45,7 +46,7 @@ def last_resorts(question: Problem) -> Iterator[Problem]:
         yield from (_pinning(question, {**own, "mlp_chunk_tokens": SMALL_MLP_CHUNK}) for own in ends)
     if divide:
         yield from (_pinning(question, {**own, "expert_parts": parts}) for own in ends for parts in EXPERT_PARTS)
-    smallest = {name: value for name, value in SMALLEST.items() if part or name != "end_parts"}
+    smallest = {name: value for name, value in SMALLEST.items() if name != ("chunk_tokens" if part else "end_parts")}
     for least in (smallest, *([] if favours(question.pins) else [{**smallest, "num_slots": 1}])):
         yield _pinning(question, least)
         if chunk:

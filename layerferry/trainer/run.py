@@ -138,7 +138,7 @@ def _restore(asked: Asked, engine: Engine) -> None:
     """The rest of the checkpoint that the run goes on from."""
     if asked.start is not None:
         asked.start.restore(engine)
-        own = rounding_of(engine.plan, tied=engine.has_tied_ends, num_units=len(engine.skeleton.units))
+        own = rounding_of(engine.plan, tied=engine.has_tied_ends, num_units=len(engine.store.units))
         if (told := other_rounding(asked.start.state.rounding, own)) is not None:
             logger.warning("%s", told)
     if asked.config.train.detect_anomaly:

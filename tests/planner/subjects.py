@@ -76,6 +76,11 @@ QWEN_MOE = {
     "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936,
     "max_position_embeddings": 40960, "tie_word_embeddings": False, "model_type": "qwen3_moe",
 }  # fmt: skip
+GPT_OSS = {
+    "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64, "num_attention_heads": 64, "num_key_value_heads": 8,
+    "num_local_experts": 128, "num_experts_per_tok": 4, "sliding_window": 128, "vocab_size": 201088, "tie_word_embeddings": False,
+    "model_type": "gpt_oss",
+}  # fmt: skip
 SHAPES = {"qwen3-30b-a3b": QWEN_MOE, "qwen2.5-3b": QWEN_3B, "qwen2.5-7b": QWEN_7B, "qwen2.5-14b": QWEN_14B}
 
 

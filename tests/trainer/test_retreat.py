@@ -20,10 +20,11 @@ from layerferry.engine.kept import KeptInputs
 from layerferry.engine.sizes import refuse_turning
 from layerferry.errors import LayerFerryError, PlanError
 from layerferry.plan import Plan
+from layerferry.planner.facts import Model
 from layerferry.planner.problem import problem
 from layerferry.trainer import train
 from layerferry.trainer.retreat import _neighbours, retreat
-from tests.planner.subjects import config, machine, qwen, specs
+from tests.planner.subjects import config, machine, qwen, skeleton, specs
 from tests.reliability.runs import ENGINES, make_config, prepare
 
 
@@ -79,7 +80,7 @@ def test_layers_that_turn_have_slots_under_every_smaller_plan(home: int, turn: i
     plan = Plan(micro_batch_rows=2, rows_per_step=4, turn_layers=turn, on_device=tuple(range(home)))
     travelling = sum(unit.is_layer for unit in units[home:])
     plan = replace(plan, num_slots=min(turn + 2, travelling))
-    for one in (plan, *_neighbours(plan)):
+    for one in (plan, *_neighbours(qwen("qwen2.5-7b"), plan)):
         refuse_turning(units, one, 0)
         assert one.num_slots <= plan.num_slots
 
@@ -87,9 +88,18 @@ def test_layers_that_turn_have_slots_under_every_smaller_plan(home: int, turn: i
 def test_no_smaller_plan_is_one_that_the_engine_refuses() -> None:
     """On arrival no gradient can wait for a second wave."""
     plan = Plan(fp32=True, micro_batch_rows=2, rows_per_step=16, on_arrival=True)
-    for one in _neighbours(plan):
+    model = qwen("qwen2.5-7b")
+    for one in _neighbours(model, plan):
         refuse_carried_arrivals(one)
-    assert {one.num_waves for one in _neighbours(replace(plan, on_arrival=False))} == {1, 2}
+    assert {one.num_waves for one in _neighbours(model, replace(plan, on_arrival=False))} == {1, 2}
+
+
+def test_parts_of_experts_are_halved_as_long_as_there_are_several_in_one() -> None:
+    sizes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    model = Model.of(skeleton("qwen3_moe", **sizes))
+    plans = {parts: Plan(expert_parts=parts, num_slots=2) for parts in (2, 3, 6)}
+    found = {parts: {one.expert_parts for one in _neighbours(model, plan)} - {parts} for parts, plan in plans.items()}
+    assert found == {2: {3}, 3: {6}, 6: set()}
 
 
 def test_a_limit_that_the_user_has_set_is_no_other_process() -> None:
