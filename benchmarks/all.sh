@@ -53,10 +53,11 @@ run 7b-10gib-8k 8 step step --case 7b-10gib-8k --model qwen2.5-7b --rows 16 --ro
 long="--model qwen2.5-7b --rows 1 --auto 1 --steps 1 --warmup 1"
 run 7b-128k 7 step step --case 7b-128k $long --row-tokens 131072
 run 7b-256k 9 step step --case 7b-256k $long --row-tokens 262144
-run 7b-512k 25 step step --case 7b-512k $long --row-tokens 524288
+run 7b-512k 12 step step --case 7b-512k $long --row-tokens 524288 --optim adamw_8bit --warmup 0 --host-memory 117
 run 7b-512k-half 13 step step --case 7b-512k-half $long --row-tokens 524288 --layers 14 --optim adamw_8bit
 run qwen3-30b-a3b 9 step step --case qwen3-30b-a3b --model qwen3-30b-a3b --layers 24 $rows --auto 1
 run gpt-oss-120b 9 step step --case gpt-oss-120b --model gpt-oss-120b --layers 3 $rows --auto 1
+run least-7b 3 step step --case least-7b --model qwen2.5-7b --layers 4 --rows 8 --row-tokens 4096 --auto 1 --device-memory 3.9
 run gpt-oss-120b-24gib 4 step step --case gpt-oss-120b-24gib --model gpt-oss-120b --layers 2 $rows --auto 1 --device-memory 24
 
 # What limits them.

@@ -35,7 +35,7 @@ WHAT = {
     "7b-muon-free": "the same as the planner likes: embedding and 2 layers on the device, four waves",
     "7b-128k": "Qwen2.5-7B, one sequence of 131,072 tokens",
     "7b-256k": "Qwen2.5-7B, one sequence of 262,144 tokens",
-    "7b-512k-half": "14 of its 28 layers under 8-bit AdamW, one sequence of 524,288 tokens",
+    "7b-512k": "Qwen2.5-7B under 8-bit AdamW, one sequence of 524,288 tokens",
     "14b-free": "Qwen2.5-14B, fp32 masters, as the planner likes: embedding and 17 layers on the device",
     "32b-lean": "Qwen2.5-32B, 8-bit AdamW on bf16 weights, 65,536 tokens a step: embedding and 24 layers on the device",
     "14b-adam8": "Qwen2.5-14B under 8-bit AdamW, everything streamed",

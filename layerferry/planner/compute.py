@@ -60,7 +60,7 @@ PART_OVERHEAD_S = 1.0e-4
 """Of every part, micro-batch and pass: a dozen launches."""
 CHUNK_LAUNCHES_S = 3.0e-4
 """What the host takes to launch the passes over one chunk of logits, of one part: where the device is faster, it waits. Measured
-with chunks of 16 tokens in 16 parts (``7b-least``: 65,536 of them in 20 s)."""
+with chunks of 16 tokens in 16 parts (``least-7b``: 65,536 of them in 20 s)."""
 IN_PARTS = 1.95
 """Time of a layer whose experts travel in parts over what its products, sums and passes say: gates, gathers and their backwards
 are elementwise passes that nothing fuses. Fitted to one measurement (gpt-oss-120b in four parts, 79 ms for 8,192 tokens)."""
