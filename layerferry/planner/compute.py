@@ -100,12 +100,15 @@ def layer_paces(model: Model, plan: Plan, shape: Shape, machine: Machine) -> lis
         if model.is_divided(number, plan)
     }
     found, again = [], plan.num_rebuilt(model.num_layers)
+    launches = PART_OVERHEAD_S * tokens_of(plan, shape) / max(plan.mlp_chunk_tokens, 1)
     for index, (budget, behaviour) in enumerate(zip(plan.layer_budgets(model.num_layers), model.behaviours, strict=True)):
         own = by_budget[budget]
         forward, backward = divided.get(behaviour) or own.layers[behaviour]
         if index < again and behaviour not in divided:
             backward += forward - (own.attention if index >= model.num_layers - plan.kept_attention else 0.0)
-            backward += own.inner[behaviour] if plan.mlp_chunk_tokens else 0.0
+            if plan.mlp_chunk_tokens:
+                waits = max(launches - own.inner[behaviour], 0.0)  # of each pass over chunks that are too small
+                forward, backward = forward + waits, backward + own.inner[behaviour] + 2 * waits
         found.append((forward, backward if index >= model.num_below else 0.0))
     return found
 

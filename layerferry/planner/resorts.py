@@ -2,16 +2,19 @@
 
 Each resort is the question with further pins, those that cost least time first: ends in parts that were too small to be worth
 it, token-wise parts in small chunks, layers whose experts travel in parts, and in the end all of that as small as it helps, in a
-single slot. Checked by ``tests/planner/test_remedies.py``, against pins drawn at random too.
+single slot. Where device and host are one memory, units at home too, which need no buffers. Checked by
+``tests/planner/test_remedies.py``, against pins drawn at random too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from layerferry.config import Pins
+from layerferry.layout import FP32_PLANE
 from layerferry.planner.candidates import (
     PARTS,
     buffer_choices,
@@ -27,32 +30,50 @@ from layerferry.planner.problem import Problem
 
 EXPERT_PARTS = (4, 16)
 """Parts of a layer's experts that are tried first: more cost time, and save less each time."""
-ONE_BY_ONE = 1 << 20
-"""Parts of them: a part each."""
-SMALL_MLP_CHUNK, SMALLEST_MLP_CHUNK = 1024, 64
+SMALL_MLP_CHUNK, SMALLEST_MLP_CHUNK = 1024, 8
 """Tokens that a token-wise part sees at a time."""
-SMALLEST = {"end_parts": 256, "chunk_tokens": 16, "num_slabs": 1, "richer_layers": 0, "turn_layers": 0}
-"""Smaller pieces save next to nothing, some MB of parts and logits, and take the time of as many launches. Small chunks of logits
-are for ends that are whole: of a part they are small already."""
+SMALLEST_PART = 8 << 20
+"""Bytes of the fp32 sum of a part, at most, in the smallest parts of the ends. Smaller ones save next to nothing, and take the
+time of as many launches."""
+SMALLEST = {"num_slabs": 1, "richer_layers": 0, "turn_layers": 0}
+SMALLEST_CHUNK = 16
+"""Tokens of logits, where the ends are whole: those of a part are small already."""
+ALL = 1 << 20
+"""Parts of experts: one each. Units @device: every one."""
 
 
 def last_resorts(question: Problem) -> Iterator[Problem]:
     """``question`` with further pins, of which the user has given none."""
     part, divide, chunk = may_part(question), may_divide(question), _may_chunk(question.pins)
     ends: list[dict[str, Any]] = [{}, {"end_parts": PARTS}] if part else [{}]
+    yield from (_pinning(question, home) for home in _at_home(question))
     if part and PARTS not in parts_choices(question):
         yield _pinning(question, ends[-1])
     if chunk:
         yield from (_pinning(question, {**own, "mlp_chunk_tokens": SMALL_MLP_CHUNK}) for own in ends)
     if divide:
         yield from (_pinning(question, {**own, "expert_parts": parts}) for own in ends for parts in EXPERT_PARTS)
-    smallest = {name: value for name, value in SMALLEST.items() if name != ("chunk_tokens" if part else "end_parts")}
-    for least in (smallest, *([] if favours(question.pins) else [{**smallest, "num_slots": 1}])):
-        yield _pinning(question, least)
-        if chunk:
-            yield _pinning(question, {**least, "mlp_chunk_tokens": SMALLEST_MLP_CHUNK})
-        if divide:
-            yield _pinning(question, {**least, "expert_parts": ONE_BY_ONE})
+    one_slot = [] if favours(question.pins) else [{"num_slots": 1}]
+    small_ends = [{"chunk_tokens": SMALLEST_CHUNK}, *([{"end_parts": _smallest_parts(question)}] if part else [])]
+    ways: list[dict[str, Any]] = [
+        {},
+        *([{"mlp_chunk_tokens": SMALLEST_MLP_CHUNK}] if chunk else []),
+        *([{"expert_parts": ALL}] if divide else []),
+    ]
+    homes: list[dict[str, Any]] = [{}, *_at_home(question)]
+    for slots, own, way, home in product(({}, *one_slot), small_ends, ways, homes):
+        if home.get("device_units") != ALL or "expert_parts" not in way:  # layers at home are whole
+            yield _pinning(question, {**SMALLEST, **slots, **own, **way, **home})
+
+
+def _at_home(question: Problem) -> list[dict[str, Any]]:
+    """Where both places are one memory, what is @device has no buffers beside it: large ends, or everything."""
+    return [{"device_units": 1}, {"device_units": ALL}] if question.machine.one_memory else []
+
+
+def _smallest_parts(question: Problem) -> int:
+    largest = max(unit.layout.bytes(FP32_PLANE) for unit in question.model.units if not unit.is_layer)
+    return max(-(-largest // SMALLEST_PART), PARTS)
 
 
 def _pinning(question: Problem, wanted: Mapping[str, Any]) -> Problem:

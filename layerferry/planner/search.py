@@ -20,8 +20,8 @@ against playing everything, and by ``tests/planner/test_choose.py``.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from layerferry.plan import Plan
@@ -58,47 +58,57 @@ def search(question: Problem, keys: Collection[Key] | None = None) -> tuple[Plan
 
 
 def _search(question: Problem, keys: Collection[Key] | None) -> tuple[Plan, bool]:
-    books = Books(question)
-    base = _base(question)
+    base, nearest = _base(question), _Nearest()
+    for asked in (question, *last_resorts(question)):
+        books = Books(asked)
+        if queue := _that_fit(asked, books, base, keys, nearest):
+            return question.complete(_best(question, asked, books, base, keys, queue).on(base)), True
+    if nearest.choice is None:
+        assert keys is not None, "no candidate at all"
+        return question.complete(base), False
+    return question.complete(nearest.choice.on(base)), False
+
+
+@dataclass(slots=True)
+class _Nearest:
+    """The choice that is least short, and by how many bytes."""
+
+    short: float = float("inf")
+    choice: Choice | None = None
+
+
+def _that_fit(asked: Problem, books: Books, base: Plan, keys: Collection[Key] | None, nearest: _Nearest) -> list[Bounded]:
+    """The choices that fit, furnished; where none does, ``nearest`` is brought up to date."""
     queue: list[Bounded] = []
-    nearest: tuple[int, Choice] | None = None
-    for number, choice in enumerate(_until_one_fits(question, queue)):
+    for number, choice in enumerate(choices(asked)):
         if keys is not None and not _is_measured(choice, base, keys):
             continue
-        if choice.may_favour and may_turn(question, choice) and books.is_wasteful(choice):
+        if choice.may_favour and may_turn(asked, choice) and books.is_wasteful(choice):
             continue  # layers may keep more the other way, in far fewer bytes
-        least = _least_short(question, books, choice)
-        if least and (queue or (nearest is not None and least >= nearest[0])):
+        least = _least_short(asked, books, choice)
+        if least and (queue or least >= nearest.short):
             continue
-        found, short = _furnished(question, books, choice)
+        found, short = _furnished(asked, books, choice)
         if keys is not None and not _is_measured(found, base, keys):
             continue  # layers that keep more, or turn, have a budget of their own
         if not short:
             compute_s = books.compute_s(found) if found.on_disk else 0.0
-            queue.append((books.least_seconds(found) * _handicap(question, found), compute_s, number, found))
-        elif not queue and (nearest is None or short < nearest[0]):
-            nearest = (short, found)
-    if queue:
-        fastest = _fastest(question, books, base, queue)
-        near = (*_fewer_parts(question, books, fastest), *_fewer_turning(question, books, fastest, range(1, fastest.turn_layers)))
-        others = [other for other in near if keys is None or _is_measured(other, base, keys)]
-        best = _quickest(question, base, (fastest, *others))
-        longer = chain.from_iterable(_longer_first_wave(question, books, one) for one in {fastest, best})
-        best = _quickest(question, base, (best, *longer))
-        return question.complete(best.on(base)), True
-    if nearest is None:
-        assert keys is not None, "no candidate at all"
-        return question.complete(base), False
-    return question.complete(nearest[1].on(base)), False
+            queue.append((books.least_seconds(found) * _handicap(asked, found), compute_s, number, found))
+        elif not queue and short < nearest.short:
+            nearest.short, nearest.choice = short, found
+    return queue
 
 
-def _until_one_fits(question: Problem, queue: Sequence[object]) -> Iterator[Choice]:
-    """All choices; and while nothing that fits is in the ``queue``, those of one last resort after the other."""
-    yield from choices(question)
-    for resort in last_resorts(question):
-        if queue:
-            return
-        yield from choices(resort)
+def _best(
+    question: Problem, asked: Problem, books: Books, base: Plan, keys: Collection[Key] | None, queue: list[Bounded]
+) -> Choice:
+    """The fastest in the ``queue``, or one near it that ``question`` leaves open."""
+    fastest = _fastest(asked, books, base, queue)
+    near = (*_fewer_parts(question, books, fastest), *_fewer_turning(asked, books, fastest, range(1, fastest.turn_layers)))
+    others = [other for other in near if keys is None or _is_measured(other, base, keys)]
+    best = _quickest(question, base, (fastest, *others))
+    longer = chain.from_iterable(_longer_first_wave(question, books, one) for one in {fastest, best})
+    return _quickest(question, base, (best, *longer))
 
 
 def can_fit(question: Problem) -> bool:
@@ -109,12 +119,15 @@ def can_fit(question: Problem) -> bool:
 
 
 def _can_fit(question: Problem) -> bool:
-    books, pinned = Books(question), favours(question.pins)
+    return any(_fits_somehow(asked) for asked in (question, *last_resorts(question)))
+
+
+def _fits_somehow(asked: Problem) -> bool:
+    books, pinned = Books(asked), favours(asked.pins)
     return any(
-        not _least_short(question, books, choice) and not _furnished(question, books, choice)[1]
-        for asked in (question, *last_resorts(question))
+        not _least_short(asked, books, choice) and not _furnished(asked, books, choice)[1]
         # what was measured needs no margin, and may need fewer bytes
-        for lean in (*leanest(asked), *([asked] if question.measured else ()))
+        for lean in (*leanest(asked), *([asked] if asked.measured else ()))
         for choice in choices(lean)
         if pinned or not choice.may_favour  # to keep more takes no fewer bytes
     )
@@ -165,7 +178,7 @@ def _longer_first_wave(question: Problem, books: Books, choice: Choice) -> list[
     """``choice`` with more of its micro-batches in the first wave, where those fit: updates have longer to hide."""
     micro_batches = -(-question.shape.rows_per_step // choice.micro_batch_rows)
     equal, most = -(-micro_batches // choice.num_waves), micro_batches - choice.num_waves + 1
-    if choice.num_waves == 1 or choice.first_wave or most <= equal:
+    if choice.num_waves == 1 or question.pins.first_wave is not None or most <= equal:
         return []
     numbers = range(equal + 1, most + 1, -(-(most - equal) // MOST_FIRST_WAVES))
     return [other for first in numbers if not books.short(other := choice._replace(first_wave=first))]
