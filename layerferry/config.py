@@ -174,7 +174,7 @@ class Pins:
     micro_batch_rows: int | None = None
     num_waves: int | None = None
     first_wave: int | None = None
-    """Micro-batches of the first of several waves."""
+    """Micro-batches of the first of several waves; 0: as many as of the others."""
     activation_budget: float | None = None
     """Share of the activations that is kept between forward and backward; 1.0 keeps all, 0.0 little more than inputs."""
     richer_layers: int | None = None

@@ -64,7 +64,6 @@ def _as_it_is(template: Template, budget: float) -> None:
 
 def chunk_parts(template: Template, plan: Plan, hidden_size: int, budget: float) -> None:
     """The token-wise parts of a layer in chunks; under the compiler only those that are wide inside, the others being fused."""
-    run = functools.partial(CompiledOrEager, remember=template.remember, backend=budget_backend(budget))
     for found in token_wise_parts(template.module, hidden_size):
         if plan.compile and not has_inner_width(found.part, hidden_size):
             continue
@@ -72,7 +71,7 @@ def chunk_parts(template: Template, plan: Plan, hidden_size: int, budget: float)
         if found.reason:
             say_once(f"{name} is not run in chunks of tokens: {found.reason}")
         else:
-            compile_part = functools.partial(run, name=name) if plan.compile else None
+            compile_part = functools.partial(CompiledOrEager, name=name, backend=budget_backend(budget)) if plan.compile else None
             run_in_chunks(found.part, plan.mlp_chunk_tokens, compile_part)
 
 

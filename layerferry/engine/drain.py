@@ -23,6 +23,7 @@ from torch import Tensor
 from layerferry.backends.base import Backend, Fence, Lane
 from layerferry.engine.arrivals import GradientHomes
 from layerferry.engine.clock import Clock
+from layerferry.engine.sizes import ROUNDED_AT_ONCE
 from layerferry.layout import FP32_PLANE, GRAD, SECTION_DTYPES, Plane
 from layerferry.store.store import Store
 from layerferry.units import Buffers, Piece, Unit
@@ -144,7 +145,9 @@ class Drain:
             for section, dtype in zip(SECTION_DTYPES, self._store.specs[GRAD].dtypes, strict=True):
                 values = accumulator.sections.get(section)
                 if values is not None and dtype not in (None, torch.float32):
-                    values.copy_(values.to(dtype))  # as on the way to the host: the same bits wherever a unit lives
+                    # as on the way to the host: the same bits wherever a unit lives
+                    for some in torch.split(values, ROUNDED_AT_ONCE):
+                        some.copy_(some.to(dtype))
             self.norms[unit.index] = _norm(accumulator)
         self.drained[unit.index] = self._backend.record(Lane.COMPUTE)
 

@@ -52,6 +52,7 @@ from layerferry.engine.templates import Templates
 from layerferry.engine.wave import Wave
 from layerferry.errors import LayerFerryError, PlanError
 from layerferry.layout import round_up
+from layerferry.models.attention_outputs import refuse_kept_attention
 from layerferry.models.experts_in_parts import undividable
 from layerferry.models.skeleton import Skeleton
 from layerferry.objectives.base import Objective
@@ -140,11 +141,7 @@ class Engine:
         self._head_parts = HeadParts.of(*lanes, plan.chunk_tokens, last)
         if plan.host_inputs and not plan.row_tokens:
             raise PlanError("host_inputs: inputs can only be kept @host where the plan says how long a row is: set row_tokens")
-        if plan.kept_attention and not skeleton.has_varlen:
-            raise PlanError(
-                f"kept_attention: the attention of {skeleton.config.model_type} does not come through our interface "
-                "(flash_attn: auto on CUDA), so what it gives cannot be kept: set kept_attention to 0"
-            )
+        refuse_kept_attention(plan.kept_attention, skeleton.config.model_type, can_be_kept=skeleton.has_varlen)
         depth = (len(skeleton.layer_units), skeleton.reach.num_below)
         refuse_turning(store.units, plan, depth[1])
         self.kept = KeptInputs(backend, self.clock, input_sizes(plan, skeleton.boundary, *depth))

@@ -15,6 +15,9 @@ from torch.autograd.graph import GradientEdge
 
 from layerferry.layout import Plane
 
+ADDED_AT_ONCE = 1 << 20
+"""Elements."""
+
 
 def gradients_of(
     outputs: Sequence[Tensor | GradientEdge], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
@@ -33,4 +36,14 @@ def add_gradients(accumulator: Plane, gradients: Sequence[Tensor | None]) -> Non
     """Add gradients, in layout order, to the fp32 accumulator; a missing one leaves its span as it is."""
     for entry, gradient in zip(accumulator.layout.entries, gradients, strict=True):
         if gradient is not None:
-            accumulator.view(entry).add_(gradient)
+            _add(accumulator.view(entry), gradient)
+
+
+def _add(total: Tensor, gradient: Tensor) -> None:
+    """On a CPU in slices: torch makes an fp32 copy of what it adds to fp32 there."""
+    if gradient.device.type != "cpu" or gradient.dtype == total.dtype or not gradient.ndim:
+        total.add_(gradient)
+        return
+    rows = max(ADDED_AT_ONCE * len(gradient) // gradient.numel(), 1)
+    for own, further in zip(torch.split(total, rows), torch.split(gradient, rows), strict=True):
+        own.add_(further)

@@ -23,6 +23,8 @@ PADDING = 8
 ARRIVALS = {True: 3, False: 1}
 """By ``unit.is_layer``: buffers @host that gradients arrive in where they are consumed on arrival. One layer's is read by the
 optimizer while the next lands; the ends' gradients arrive at the two ends of the backward."""
+ROUNDED_AT_ONCE = 1 << 26
+"""Elements of a sum @device that are rounded in place at a time."""
 LEAVING = 2
 """Inputs on their way to the host, at most: each is held @device until it is there."""
 LANDINGS = 2

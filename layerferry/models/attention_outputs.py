@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from layerferry.errors import PlanError
+
 KERNELS = frozenset(
     {
         "_scaled_dot_product_cudnn_attention",
@@ -37,6 +39,15 @@ ATTRIBUTE = "_attention_outputs"
 
 Results = list[tuple[Any, ...]]
 """What the kernels of one layer gave, call by call: tensors and numbers."""
+
+
+def refuse_kept_attention(wanted: int | None, kind: str, *, can_be_kept: bool) -> None:
+    """Raise ``PlanError`` where attention is to be kept in ``wanted`` layers whose kernels we do not see."""
+    if wanted and not can_be_kept:
+        raise PlanError(
+            f"kept_attention: {wanted}: the attention of {kind} does not come through our interface (flash_attn: auto on CUDA), "
+            "so what it gives cannot be kept: set kept_attention to 0"
+        )
 
 
 class _Recording(TorchDispatchMode):

@@ -44,17 +44,17 @@ class _Launches:
     gradient."""
 
     def __init__(self, parameter: Factored, scalars: FactoredScalars) -> None:
-        self._parameter, self._scalars, self._kernels = parameter, scalars, _kernels()
+        self._parameter, self._scalars = parameter, scalars
         matrices, self._height, self._width = parameter.matrices, parameter.height, parameter.width
         self._num_rows, self._num_columns = matrices * self._height, matrices * self._width
         self._is_matrix = parameter.columns.numel() > 0
-        sizes = (self._num_rows, self._num_columns, self._num_rows, self._num_columns, 1)
-        scratch = [torch.empty(size, dtype=torch.float32, device=parameter.grad.device) for size in sizes]
-        self._by_row, self._by_column, self._row_factors, self._column_factors, self._factor = scratch
 
     def sum(self) -> None:
         """Of squared gradients; no plane is written."""
-        parameter = self._parameter
+        parameter, self._kernels = self._parameter, _kernels()
+        sizes = (self._num_rows, self._num_columns, self._num_rows, self._num_columns, 1)
+        scratch = [torch.empty(size, dtype=torch.float32, device=parameter.grad.device) for size in sizes]
+        self._by_row, self._by_column, self._row_factors, self._column_factors, self._factor = scratch
         self._kernels.sums_by_column[(parameter.matrices, -(-self._width // COLUMNS))](
             *(parameter.grad, self._by_column, self._height, self._width),
             **self._shared,

@@ -296,7 +296,7 @@ class Books:
         several = choice.richer_budget if choice.richer_layers else 0.0
         own = self._in_memory(choice, self._units) if whole else choice  # at home ends and layers are whole
         again = choice.host_inputs > 0 or choice.mlp_chunk_tokens > 0 or choice.turn_layers > 0 or own.expert_parts > 1
-        of_micro_batch = (choice.micro_batch_rows, *choice.computed, several, own.end_parts, own.expert_parts, again)
+        of_micro_batch = (choice.micro_batch_rows, *choice.computed, several, own.end_parts, own.expert_parts, again, whole)
         key = (*of_micro_batch, *choice.cut, whole, choice.richer_layers, *choice.in_layers)
         if key not in self._activations:
             question = self._question

@@ -134,7 +134,8 @@ def _carry_choices(question: Problem, waves: int) -> list[tuple[bool, bool]]:
 
 
 def _may_travel(question: Problem) -> bool:
-    """Whether inputs may be sent to the host unasked: nobody has said what is kept, and the host is another memory."""
+    """Whether inputs may be sent to the host unasked: nobody has said what is kept, and the host is another memory, or
+    its budget another one."""
     pins = question.pins
     is_one = question.machine.is_cpu and question.machine.shares_budget
     return pins.host_inputs is None and not pins.activation_budget and not is_one

@@ -118,7 +118,7 @@ def with_notes(question: Problem, plan: Plan) -> Plan:
     ]
     if plan.seconds is not None:
         notes.append(_limit(plan, plan.seconds))
-    if not plan.is_exact:
+    if not plan.is_exact and plan.device_units < len(question.model.units):
         notes.append(f"{plan.num_waves} waves carry gradients in bf16: one rounding a wave")
     if plan.on_arrival:
         notes.append(

@@ -37,7 +37,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from layerferry.engine.sizes import LEAVING, DeviceSizes, device_sizes, input_sizes, micro_batches_of_wave
+from layerferry.engine.sizes import LEAVING, ROUNDED_AT_ONCE, DeviceSizes, device_sizes, input_sizes, micro_batches_of_wave
 from layerferry.layout import FP32_PLANE, GRAD, PlaneSpec
 from layerferry.plan import Item, Plan
 from layerferry.planner.estimate import estimated
@@ -207,9 +207,10 @@ class Phase:
 
 
 def _rounded_at_home(model: Model, plan: Plan) -> int:
-    """The head's gradient once more in the weights' dtype, while a head @device rounds its sum (engine/drain.py)."""
+    """Of the head's gradient once more in the weights' dtype, while a head @device rounds its sum (engine/drain.py)."""
     head = model.units[-1]
-    return 0 if model.tied or head.index not in plan.on_device else head.num_trained * model.compute_bytes
+    rounds = head.index in plan.on_device and not model.tied and not plan.carry_fp32
+    return min(head.num_trained, ROUNDED_AT_ONCE) * model.compute_bytes if rounds else 0
 
 
 def _phases(layers: list[LayerBytes], again: list[int], total: int, gradients: int, hidden: int) -> dict[str, Phase]:

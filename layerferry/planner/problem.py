@@ -15,6 +15,7 @@ from layerferry.config import Config, EngineConfig, Pins
 from layerferry.engine.experts_in_parts import refuse_undividable_layers, refuse_whole_layers
 from layerferry.errors import PlanError
 from layerferry.layout import PlaneSpec, round_up
+from layerferry.models.attention_outputs import refuse_kept_attention
 from layerferry.plan import Plan, Seconds
 from layerferry.planner.compute import pace
 from layerferry.planner.estimate import estimate
@@ -139,6 +140,7 @@ def problem(model: Model, specs: Mapping[str, PlaneSpec], machine: Machine, conf
     if config.engine.disk_units and not config.engine.disk_memory:
         raise PlanError(f"disk_units: {config.engine.disk_units}: set disk_memory too: the bytes of the disk that may be taken")
     _refuse_contradictions(config.engine, model)
+    refuse_kept_attention(config.engine.kept_attention, model.name, can_be_kept=model.attention_bytes > 0)
     train, data = config.train, config.data
     packed = data.neat_packing or (data.packing if data.packing is not None else train.stage == "pt")
     shape = Shape(
@@ -199,6 +201,11 @@ def _refuse_contradictions(engine: EngineConfig, model: Model) -> None:
         raise PlanError(
             f"turn_layers: {engine.turn_layers}: layers turn with a whole head, and end_parts: {engine.end_parts} cuts it; leave "
             "one of them out"
+        )
+    if engine.update_on_arrival and engine.resident_gradients is False and engine.first_wave:
+        raise PlanError(
+            f"first_wave: {engine.first_wave}: with update_on_arrival: true and resident_gradients: false there is one wave, the "
+            "first and the last; leave one of them out"
         )
     if engine.first_wave and engine.num_waves == 1:
         raise PlanError(f"first_wave: {engine.first_wave}: num_waves: 1 is the first and the last; leave one of them out")

@@ -79,7 +79,7 @@ class PlanReport:
                 "flops_per_token": model.flops.per_token(self.plan.row_tokens),
             },
             "plan": self.plan.to_dict(),
-            "pinned": [name for name in Pins.__dataclass_fields__ if name in self.question.pins],
+            "pinned": _kept_pins(self.question.pins, self.plan),
             "places": {place: {"needed_bytes": needed, "available_bytes": there} for place, (needed, there) in places.items()},
             "faster": [asdict(advice) for advice in self.faster],
             "machine": machine.to_dict(),
@@ -111,7 +111,7 @@ def render(plan: Plan, question: Problem) -> str:
     """The plan as a table: choices, bytes by place, seconds by lane."""
     blocks = [
         _title(plan, question.model),
-        _choices(plan, question.pins),
+        _choices(plan, question.pins, question.model),
         _bytes(plan, question),
         _seconds(plan, question.machine),
     ]
@@ -128,12 +128,12 @@ def _title(plan: Plan, model: Model) -> str:
     return f"{model.name}, {_count(model.num_params)} parameters{trained}, {layers}\n{step}"
 
 
-def _choices(plan: Plan, pins: Pins) -> str:
+def _choices(plan: Plan, pins: Pins, model: Model) -> str:
     micro = -(-plan.rows_per_step // plan.micro_batch_rows)
     tokens = min(plan.micro_batch_rows, plan.rows_per_step) * plan.row_tokens
     rows = [
         ("micro_batch_rows", str(plan.micro_batch_rows), f"{micro} micro-batch{'es' * (micro > 1)} of {tokens:,} tokens"),
-        ("num_waves", str(plan.num_waves), _waves(plan)),
+        ("num_waves", str(plan.num_waves), _waves(plan, model)),
         *(
             [("first_wave", str(plan.first_wave), "micro-batches: the updates hide behind their forward")]
             if plan.first_wave
@@ -166,10 +166,10 @@ def _choices(plan: Plan, pins: Pins) -> str:
         ("end_parts", str(plan.end_parts), _parts(plan)),
         *([("expert_parts", str(plan.expert_parts), "layers of experts travel in parts")] if plan.expert_parts > 1 else []),
         ("compile", value_text(plan.compile), "torch.compile" if plan.compile else "eager"),
-        ("optimizer_threads", str(plan.optimizer_threads), "AdamW on the CPU, beside the next forward"),
+        ("optimizer_threads", str(plan.optimizer_threads), "updates on the CPU, beside the next forward"),
         ("chunk_tokens", str(plan.chunk_tokens), "tokens whose logits exist at once"),
     ]
-    kept = {name for name, _ in pins.items()} - unkept(pins, plan).keys()
+    kept = _kept_pins(pins, plan)
     lines = [f"  {name:<18} {value:>6}  {'pinned ' if name in kept else 'planner'}  {text}" for name, value, text in rows]
     return "\n".join(["choices", *lines])
 
@@ -186,14 +186,20 @@ def _parts(plan: Plan) -> str:
     return "embedding and head travel whole" if plan.end_parts == 1 else "embedding and head travel in parts; logits twice"
 
 
-def _waves(plan: Plan) -> str:
+def _kept_pins(pins: Pins, plan: Plan) -> list[str]:
+    """What is as the user has pinned it."""
+    return [name for name, _ in pins.items() if name not in unkept(pins, plan)]
+
+
+def _waves(plan: Plan, model: Model) -> str:
+    if plan.device_units == len(model.units):
+        return "every unit lives @device: nothing travels"
     if plan.num_waves == 1:
-        twice = (
-            "weights travel up twice a step (once: layers that turn)"
-            if plan.turn_layers
-            else "every weight travels up twice a step"
-        )
-        return f"{twice}, every gradient down once"
+        held = plan.num_slots >= sum(unit.is_layer and unit.index not in plan.on_device for unit in model.units)
+        up = "every weight travels up twice a step"
+        if plan.turn_layers:
+            up = "weights travel up twice a step (once: layers that turn)"
+        return f"{'every layer travels up once a step' if held else up}, every gradient down once"
     if plan.resident_gradients:
         return "gradients are summed @device and travel down once"
     return f"gradients are carried between waves in {'fp32' if plan.carry_fp32 or plan.fp32 else 'bf16'}"

@@ -53,7 +53,7 @@ def last_resorts(question: Problem) -> Iterator[Problem]:
         yield from (_pinning(question, {**own, "mlp_chunk_tokens": SMALL_MLP_CHUNK}) for own in ends)
     if divide:
         yield from (_pinning(question, {**own, "expert_parts": parts}) for own in ends for parts in EXPERT_PARTS)
-    one_slot = [] if favours(question.pins) else [{"num_slots": 1}]
+    one_slot = {"num_slots": (question.pins.turn_layers or 0) + 1}  # those that turn hold one each
     small_ends = [{"chunk_tokens": SMALLEST_CHUNK}, *([{"end_parts": _smallest_parts(question)}] if part else [])]
     ways: list[dict[str, Any]] = [
         {},
@@ -61,7 +61,7 @@ def last_resorts(question: Problem) -> Iterator[Problem]:
         *([{"expert_parts": ALL}] if divide else []),
     ]
     homes: list[dict[str, Any]] = [{}, *_at_home(question)]
-    for slots, own, way, home in product(({}, *one_slot), small_ends, ways, homes):
+    for slots, own, way, home in product(({}, one_slot), small_ends, ways, homes):
         if home.get("device_units") != ALL or "expert_parts" not in way:  # layers at home are whole
             yield _pinning(question, {**SMALLEST, **slots, **own, **way, **home})
 
@@ -97,6 +97,6 @@ def leanest(question: Problem) -> Iterator[Problem]:
 
 
 def _may_chunk(pins: Pins) -> bool:
-    """Whether every layer may be computed again, its token-wise parts in chunks, unasked: nobody has said what is kept."""
-    unsaid = pins.mlp_chunk_tokens is None and pins.host_inputs is None and not pins.activation_budget
+    """Whether every layer may be computed again, its token-wise parts in chunks, unasked: nobody has said that more is kept."""
+    unsaid = pins.mlp_chunk_tokens is None and not pins.activation_budget
     return unsaid and not favours(pins) and (pins.expert_parts or 1) == 1

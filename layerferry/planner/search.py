@@ -119,15 +119,15 @@ def can_fit(question: Problem) -> bool:
 
 
 def _can_fit(question: Problem) -> bool:
-    return any(_fits_somehow(asked) for asked in (question, *last_resorts(question)))
+    measured = (question,) if question.measured else ()  # what was measured needs no margin, and may need fewer bytes
+    return _fits_somehow(question, measured) or any(_fits_somehow(resort) for resort in last_resorts(question))
 
 
-def _fits_somehow(asked: Problem) -> bool:
+def _fits_somehow(asked: Problem, measured: Sequence[Problem] = ()) -> bool:
     books, pinned = Books(asked), favours(asked.pins)
     return any(
         not _least_short(asked, books, choice) and not _furnished(asked, books, choice)[1]
-        # what was measured needs no margin, and may need fewer bytes
-        for lean in (*leanest(asked), *([asked] if asked.measured else ()))
+        for lean in (*leanest(asked), *measured)
         for choice in choices(lean)
         if pinned or not choice.may_favour  # to keep more takes no fewer bytes
     )
@@ -160,9 +160,11 @@ def _fewer_parts(question: Problem, books: Books, choice: Choice) -> list[Choice
     """``choice`` with larger parts of the ends, or of layers' experts, where they fit."""
     others: list[Choice] = []
     if choice.end_parts > 1 and not question.pins.end_parts:
-        others += [choice._replace(end_parts=parts) for parts in FEWER_PARTS if parts < choice.end_parts]
+        fewer = dict.fromkeys(map(question.model.parts_of_ends, FEWER_PARTS))
+        others += [choice._replace(end_parts=parts) for parts in fewer if parts < choice.end_parts]
     if choice.expert_parts > 1 and not question.pins.expert_parts:
-        others += [choice._replace(expert_parts=parts) for parts in FEWER_PARTS if parts < choice.expert_parts]
+        fewer = dict.fromkeys(map(question.model.parts_of_experts, FEWER_PARTS))
+        others += [choice._replace(expert_parts=parts) for parts in fewer if parts < choice.expert_parts]
     return [other for other in others if not books.short(other)]
 
 

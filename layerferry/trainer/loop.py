@@ -221,7 +221,7 @@ class Loop:
             skipped_batches=list(self._skips.batches),
             data=data_facts(self.sampler, self.data.train),
             settings=settings_of(self.config, self.cadence.total_steps),
-            rounding=rounding_of(self.engine.plan, tied=self.engine.has_tied_ends, num_units=len(self.engine.store.units)),
+            rounding=rounding_of(self.engine.plan, self.engine.store.units),
         )
 
     def lanes(self) -> list[Lane]:

@@ -138,7 +138,7 @@ def _restore(asked: Asked, engine: Engine) -> None:
     """The rest of the checkpoint that the run goes on from."""
     if asked.start is not None:
         asked.start.restore(engine)
-        own = rounding_of(engine.plan, tied=engine.has_tied_ends, num_units=len(engine.store.units))
+        own = rounding_of(engine.plan, engine.store.units)
         if (told := other_rounding(asked.start.state.rounding, own)) is not None:
             logger.warning("%s", told)
     if asked.config.train.detect_anomaly:
@@ -153,7 +153,7 @@ def _loop(asked: Asked, engine: Engine, question: Problem, trackers: list[str], 
     for change in other_model:
         logger.warning("the model's config has changed since the checkpoint: %s", change)
     clear(output, config.train, resumes=start is not None)
-    saver = stack.enter_context(closing(saver_of(config, engine, output, start)))
+    saver = stack.enter_context(closing(saver_of(config, engine, output, start, one_memory=machine.one_memory)))
     reporters = open_reporters(trackers, config, output)
     for reporter in reporters:
         stack.callback(reporter.close)
@@ -209,9 +209,9 @@ def check_start(start: Start, config: Config, data: DataSets, sampler: Sampler, 
         logger.warning("changed since the checkpoint: %s", change)
 
 
-def saver_of(config: Config, engine: Engine, output: OutputFolder, start: Start | None) -> Saver:
+def saver_of(config: Config, engine: Engine, output: OutputFolder, start: Start | None, *, one_memory: bool) -> Saver:
     """The writer of this run's checkpoints, with the marker that makes the folder this run's; refuses a disk without room for one
-    checkpoint and the model."""
+    checkpoint and the model. ``one_memory``: the device's is the host's."""
     train, folder = config.train, output.path
     latest = latest_of(start, secrets.token_hex(8), folder)
     saver = Saver(
@@ -221,7 +221,7 @@ def saver_of(config: Config, engine: Engine, output: OutputFolder, start: Start 
         line=latest.line,
         keep=train.save_total_limit,
         model_only=train.save_only_model,
-        spare_bytes=lambda: spare_bytes(config, engine.plan),
+        spare_bytes=lambda: spare_bytes(config, engine.plan, one_memory=one_memory),
         files=output.files,
     )
     if train.do_train:
@@ -238,11 +238,12 @@ def saver_of(config: Config, engine: Engine, output: OutputFolder, start: Start 
     return saver
 
 
-def spare_bytes(config: Config, plan: Plan) -> int:
-    """Host memory that the copies of a checkpoint may take: half of what is free now, and no more than ``host_memory`` leaves."""
+def spare_bytes(config: Config, plan: Plan, *, one_memory: bool) -> int:
+    """Host memory that the copies of a checkpoint may take: half of what is free now, and no more than ``host_memory`` leaves, of
+    which the device takes its part where both are ``one_memory``."""
     spare = host_limits()[0].num_bytes // 2
     if config.engine.host_memory is not None:
-        spare = min(spare, config.engine.host_memory - plan.total("@host"))
+        spare = min(spare, config.engine.host_memory - plan.total("@host") - (plan.total("@device") if one_memory else 0))
     return max(spare, 0)
 
 

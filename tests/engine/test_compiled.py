@@ -190,6 +190,7 @@ def test_a_layer_is_compiled_under_its_own_budget(monkeypatch: pytest.MonkeyPatc
     templates = engine._sweep.layer.templates
     bound = [templates.bound(index, slot) for index in range(len(engine.skeleton.layer_units)) for slot in slots]
     engine.close()
+    assert all(template.run._remember == template.remember for template in bound), "traces of a failure are taken back"
     # one template for every budget and slot, whatever the number of layers
     assert sorted(wanted) == [0.0, 0.0, 0.7, 0.7] and len(set(map(id, bound))) == 4
 

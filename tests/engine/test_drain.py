@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from layerferry.backends.chaos import ChaosBackend
+from layerferry.engine import drain as drain_module
 from layerferry.engine.engine import Engine
 from layerferry.layout import GRAD
 from layerferry.objectives import OnHidden, OnLogits
 from layerferry.plan import Plan
 from tests.conformance.harness import gradients, make_engine, micro_batches
-from tests.engine.small import same, small_model, state
+from tests.engine.small import clipped_steps, same, small_model, state
 
 
 def engine_of(*, fp32: bool = True, num_slabs: int = 1, num_waves: int = 1, carry_fp32: bool = False) -> Engine:
@@ -126,3 +127,15 @@ def test_a_wave_that_broke_off_leaves_nothing_on_its_way_to_the_next_step(turn_l
         found.append(state(engine))
         engine.close()
     assert same(*found)
+
+
+@pytest.mark.parametrize("carry_fp32", [False, True])
+def test_what_is_at_home_is_rounded_like_what_leaves(carry_fp32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces, and not at all where the host's planes are fp32: the same state after clipped steps."""
+    monkeypatch.setattr(drain_module, "ROUNDED_AT_ONCE", 7)
+    model, found = small_model(dtype=torch.bfloat16), []
+    for home in ((), (0, 1, 2), tuple(range(5))):
+        plan = Plan(num_slots=2, num_slabs=1, carry_fp32=carry_fp32, on_device=home)
+        found.append(clipped_steps(make_engine(model, plan), 2))
+    assert found[0][0] == found[1][0] == found[2][0]
+    assert same(found[0][1], found[1][1]) and same(found[0][1], found[2][1])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import layerferry.engine.gradients as gradients_module
 import layerferry.engine.tape as tape_module
 from layerferry.engine.engine import Engine
 from layerferry.engine.feed import Slot
@@ -248,3 +249,36 @@ def test_a_frozen_parameter_of_a_family_stays_as_it_is() -> None:
     assert frozen and all(torch.equal(before[name], after[name]) for name in frozen)
     assert not any(torch.equal(before[n], after[n]) for n in before if n.endswith("up_proj.weight"))
     engine.close()
+
+
+def test_on_a_cpu_a_gradient_is_added_without_a_copy_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In slices, with the same bits, whatever its shape and strides; torch would make an fp32 copy of it."""
+    monkeypatch.setattr(gradients_module, "ADDED_AT_ONCE", 10)
+    shapes = ((7, 5), (3, 4, 2), (23,), (1, 30))
+    layout = Layout.of([ParameterSpec(name=str(shape), shape=shape, dtype=torch.bfloat16) for shape in shapes])
+    accumulator = Plane(layout, FP32_PLANE, torch.zeros(layout.bytes(FP32_PLANE), dtype=torch.uint8))
+    expected = dict[str, Tensor]()
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        found = list[Tensor | None]()
+        for entry in layout.entries:
+            reverse = tuple(reversed(range(len(entry.shape))))
+            values = torch.randn(tuple(reversed(entry.shape)), generator=generator).bfloat16().permute(reverse)
+            found.append(values)
+            expected[entry.name] = expected.get(entry.name, torch.zeros(())) + values.float()
+        with Casts() as casts:
+            add_gradients(accumulator, found)
+        assert casts.largest <= 30
+    assert all(torch.equal(accumulator.view(entry), expected[entry.name]) for entry in layout.entries)
+
+
+class Casts(TorchDispatchMode):
+    """The largest tensor that anything gives while it is active, what is added to left out."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ == "add_":
+            self.largest = max(self.largest, args[1].numel())
+        return found

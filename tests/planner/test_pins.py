@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -11,8 +11,10 @@ import pytest
 from layerferry.config import Pins
 from layerferry.errors import PlanError
 from layerferry.planner.choose import decide
+from layerferry.planner.facts import Model
+from layerferry.planner.problem import problem
 from layerferry.planner.report import render
-from tests.planner.subjects import config
+from tests.planner.subjects import config, machine, qwen, skeleton, specs
 from tests.planner.test_choose import ask
 
 PINS: dict[str, Any] = {
@@ -38,6 +40,11 @@ PINS: dict[str, Any] = {
 }
 
 
+def keeping() -> Model:
+    """A 7B whose attention comes through our interface."""
+    return replace(qwen("qwen2.5-7b"), attention_bytes=2 * 3584 + 4 * 28)
+
+
 def test_every_pin_is_tried() -> None:
     """That of the disk in test_disk.py: it needs one; that of experts in test_search.py."""
     assert PINS.keys() | {"disk_units", "expert_parts"} == {field.name for field in fields(Pins)}
@@ -47,7 +54,7 @@ def test_every_pin_is_tried() -> None:
 def test_what_is_pinned_stays(name: str) -> None:
     beside = {"richer_layers": 3} if name == "richer_budget" else {}  # without such layers it says nothing
     given = config(rows=16, **{name: PINS[name]}, **beside)
-    assert getattr(decide(ask(given)).plan, name) == PINS[name]
+    assert getattr(decide(problem(keeping(), specs(), machine(), given, 1024)).plan, name) == PINS[name]
 
 
 def test_pins_keep_each_other_company() -> None:
@@ -59,7 +66,7 @@ def test_pins_keep_each_other_company() -> None:
     plan = decide(ask(long, 65536)).plan
     assert (plan.mlp_chunk_tokens, plan.kept_attention, plan.host_inputs, plan.on_device) == (0, 0, 3, (0, 1))
     chunked = config(rows=2, mlp_chunk_tokens=4096, kept_attention=5, host_inputs=28, activation_budget=0.3)
-    plan = decide(ask(chunked, 65536)).plan
+    plan = decide(problem(keeping(), specs(), machine(), chunked, 65536)).plan
     assert (plan.mlp_chunk_tokens, plan.kept_attention, plan.host_inputs, plan.activation_budget) == (4096, 5, 28, 0.3)
     assert decide(ask(config(rows=16, device_units=99))).plan.device_units == 30, "no more than there are"
 
@@ -78,6 +85,11 @@ def test_pins_keep_each_other_company() -> None:
         ({"first_wave": 3, "num_waves": 1}, "first_wave: 3: num_waves: 1 is the first and the last"),
         ({"update_on_arrival": True, "carry_fp32": True}, "carry_fp32: true: with update_on_arrival: true"),
         ({"update_on_arrival": True, "resident_gradients": False, "num_waves": 2}, "resident_gradients: false: with update_on"),
+        (
+            {"update_on_arrival": True, "resident_gradients": False, "first_wave": 2},
+            "first_wave: 2: with update_on_arrival: true",
+        ),
+        ({"kept_attention": 2}, "kept_attention: 2: the attention of qwen2 does not come through our interface"),
     ],
 )
 def test_pins_that_contradict_each_other_are_refused(given: dict[str, Any], said: str) -> None:
@@ -145,3 +157,17 @@ def test_a_first_wave_that_is_too_long_takes_no_waves_away() -> None:
 def test_of_pins_that_are_kept_nothing_is_said() -> None:
     decision = decide(ask(config(rows=16, num_waves=2, micro_batch_rows=4)))
     assert not any("is pinned" in note for note in decision.plan.notes)
+
+
+def test_parts_are_as_many_as_a_model_can_be_cut_into() -> None:
+    """Eight experts in five parts are four of two; a thousand are eight. Ends likewise: of 96 rows, some must lie together."""
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    model = Model.of(skeleton("qwen3_moe", **sizes))
+    for pinned, cut in ((2, 2), (5, 4), (1000, 8)):
+        found = decide(problem(model, specs(), machine(), config(rows=2, expert_parts=pinned), 64)).plan
+        said = f"expert_parts: {pinned} is pinned; this model and step allow {cut}"
+        assert found.expert_parts == cut and (said in found.notes) == (pinned != cut)
+    ends = decide(problem(model, specs(), machine(), config(rows=2, end_parts=5000), 64)).plan.end_parts
+    assert 1 < ends <= 96
+    beside = problem(model, specs(), machine(device_gib=0.001), config(rows=2, expert_parts=4), 64)
+    assert decide(beside).plan.mlp_chunk_tokens == 0, "layers in parts are not chunked"

@@ -8,10 +8,11 @@ from types import ModuleType
 
 import pytest
 
-from layerferry.config import Config, EngineConfig, ModelConfig, TrainConfig
+from layerferry.config import Config, EngineConfig, ModelConfig, Pins, TrainConfig
+from layerferry.plan import Plan
 from layerferry.planner import plan_for
-from layerferry.planner.report import render
-from tests.planner.subjects import TINY
+from layerferry.planner.report import _choices, _kept_pins, render
+from tests.planner.subjects import TINY, qwen
 
 
 @pytest.fixture
@@ -42,6 +43,20 @@ def test_a_config_without_weights_is_enough(folder: Path) -> None:
     assert found["fits"] is True and found["pinned"] == ["num_slots"]
     assert found["model"]["bytes_per_param"] == pytest.approx(14, rel=0.05)
     assert found["plan"]["seconds"]["limit"] in ("compute", "upload", "download", "optimizer")
+
+
+def test_what_is_kept_and_travels_is_said_of_the_plan_as_it_is() -> None:
+    model, pins = qwen("qwen2.5-7b"), Pins(num_waves=99)
+    for plan, said in (
+        (Plan(), "keep everything"),
+        (Plan(mlp_chunk_tokens=64), "of a layer that is computed again, as every one is"),
+        (Plan(num_slots=28), "every layer travels up once a step, every gradient down once"),
+        (Plan(num_slots=3), "every weight travels up twice a step, every gradient down once"),
+        (Plan(num_waves=4, on_device=tuple(range(30))), "every unit lives @device: nothing travels"),
+        (Plan(num_waves=4, on_device=tuple(range(29))), "gradients are carried between waves in bf16"),
+    ):
+        assert said in _choices(plan, pins, model)
+    assert _kept_pins(pins, Plan(num_waves=4)) == [] and _kept_pins(pins, Plan(num_waves=99)) == ["num_waves"]
 
 
 def test_what_does_not_fit_is_shown_and_said(folder: Path) -> None:

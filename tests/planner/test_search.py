@@ -52,6 +52,15 @@ def test_books_are_the_byte_table(name: str, device_gib: float, host_gib: float,
     assert list(books_beside_the_table(question, list(choices(question))[::97]))
 
 
+@pytest.mark.parametrize("pins", [{"end_parts": 4}, {"expert_parts": 3}, {"end_parts": 4, "expert_parts": 3}])
+def test_books_are_the_byte_table_where_parts_are_pinned_and_everything_is_at_home(pins: dict[str, int]) -> None:
+    for device_gib in (24, 139, 1000):
+        question = ask("qwen3-30b-a3b", rows=8, device_gib=device_gib, host_gib=600)
+        question = replace(question, pins=replace(question.pins, **pins))
+        homes = {plan.device_units for plan, _, _ in books_beside_the_table(question, list(choices(question))[::97])}
+    assert pins.keys() != {"end_parts"} or len(question.model.units) in homes
+
+
 def long_row(tokens: int = 524288, *, layers: int = 28, **there: float) -> Problem:
     model = qwen("qwen2.5-7b", layers)
     model = replace(model, attention_bytes=model.boundary + 4 * 28)

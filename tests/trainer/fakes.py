@@ -43,7 +43,7 @@ class FakeEngine:
 
     num_steps = 0
     has_tied_ends = False
-    store = SimpleNamespace(units=(None,) * 4)
+    store = SimpleNamespace(units=())
     folder = SimpleNamespace(tensors_read=0)
 
     @property

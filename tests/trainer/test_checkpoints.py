@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,8 +13,10 @@ import pytest
 
 from layerferry.checkpoint.files import Files
 from layerferry.checkpoint.folders import Latest, write_latest
+from layerferry.config import Config, EngineConfig, ModelConfig
 from layerferry.engine.pretrained import save_tokenizer
 from layerferry.errors import LayerFerryError
+from layerferry.plan import Item, Plan
 from layerferry.trainer import run
 from layerferry.trainer.checkpoints import Checkpoints, behind_a_spoilt_step, save_model, side_files
 from layerferry.trainer.output import OutputFolder
@@ -135,3 +138,15 @@ def test_a_tokenizer_that_the_disk_does_not_take(tmp_path: Path) -> None:
     engine = SimpleNamespace(folder=SimpleNamespace(write_config=lambda folder, store: None), store=None)
     with pytest.raises(LayerFerryError, match="File too large .*: free the disk of temporary files, or set TMPDIR"):
         side_files(engine, Tokenizer())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("one_memory", "left"), [(False, 40), (True, 15)])
+def test_copies_of_a_checkpoint_take_what_host_memory_leaves(
+    one_memory: bool, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a CPU's, what the device needs is taken too."""
+    monkeypatch.setattr(run, "host_limits", lambda: [SimpleNamespace(num_bytes=1000)])
+    items = (Item(what="planes", place="@host", num_bytes=60), Item(what="slots", place="@device", num_bytes=25))
+    config = Config(model=ModelConfig(model_name_or_path="none"), engine=EngineConfig(host_memory=100))
+    assert run.spare_bytes(config, Plan(items=items), one_memory=one_memory) == left
+    assert run.spare_bytes(replace(config, engine=EngineConfig()), Plan(items=items), one_memory=one_memory) == 500

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import fields
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from layerferry.config import Pins
 from layerferry.plan import Plan
@@ -62,15 +64,26 @@ ENDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["experts", "ends"])
+DENSE_FIRST: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "the dense layer": {"on_device": (0, 1)},
+    "one of experts too": {"on_device": (0, 1, 2)},
+    "every layer": {"on_device": (0, 1, 2, 3)},
+    "whole": {"expert_parts": 1, "on_device": (0, 1)},
+}
+
+
+@pytest.mark.parametrize("kind", ["experts", "dense first", "ends"])
 def test_what_is_at_home_among_what_travels_in_parts_is_told(kind: str) -> None:
-    sizes = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 8, "head_dim": 8}
-    plans = {"experts": PARTS, "ends": ENDS}[kind]
-    model = small_model(model_type="qwen3_moe", layers=3, **sizes) if kind == "experts" else small_model()
-    base, runs, recorded = {"num_slots": 2, "num_slabs": 1, "expert_parts": 2 if kind == "experts" else 1}, {}, {}
+    sizes: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 8, "head_dim": 8}
+    sizes |= {"mlp_only_layers": [0]} if kind == "dense first" else {}
+    plans = {"experts": PARTS, "dense first": DENSE_FIRST, "ends": ENDS}[kind]
+    model = small_model() if kind == "ends" else small_model(model_type="qwen3_moe", layers=3, **sizes)
+    base, runs, recorded = {"num_slots": 2, "num_slabs": 1, "expert_parts": 1 if kind == "ends" else 2}, {}, {}
     for name, changed in plans.items():
-        plan = Plan(**{**base, **changed})
-        runs[name], recorded[name] = clipped_steps(make_engine(model, plan), 2), rounding_of(plan, tied=False, num_units=5)
+        engine = make_engine(model, Plan(**{**base, **changed}))
+        recorded[name] = rounding_of(engine.plan, engine.store.units)
+        runs[name] = clipped_steps(engine, 2)
     for one, other in product(plans, plans):
         (seen, left), (others_seen, others_left) = runs[one], runs[other]
         told = other_rounding(recorded[one], recorded[other])
@@ -86,7 +99,7 @@ def test_nothing_is_said_of_plans_with_the_same_bits_alone(tied: bool) -> None:
         plan = Plan(**{"num_slots": 2, "num_slabs": 1, **changed, **places})
         engine = make_engine(model, plan)
         assert engine.has_tied_ends == tied
-        recorded[name] = rounding_of(plan, tied=tied, num_units=len(engine.skeleton.units))
+        recorded[name] = rounding_of(plan, engine.store.units)
         runs[name] = clipped_steps(engine, 2)
     for one, other in product(PLANS, PLANS):
         (seen, left), (others_seen, others_left) = runs[one], runs[other]
@@ -97,38 +110,85 @@ def test_nothing_is_said_of_plans_with_the_same_bits_alone(tied: bool) -> None:
     assert not any(same(runs["one wave"][1], runs[name][1]) for name in BF16)
 
 
+WAVES = {"num_waves": 3, "resident_gradients": False, "first_wave": 2}
+PARTED = {"end_parts": 1, "expert_parts": 3, "device_units": 0}
+
+
+def units_of(num_layers: int, *, tied: bool = False) -> list[Any]:
+    """All that is asked of units: ends, and layers of experts."""
+    kinds = [False, *[True] * num_layers, *([] if tied else [False])]
+    return [SimpleNamespace(index=index, is_layer=kind, tables=("a table",)) for index, kind in enumerate(kinds)]
+
+
 def recorded(*, tied: bool = False, **changed: Any) -> dict[str, Any]:
-    return rounding_of(Plan(**changed), tied=tied, num_units=6)
+    return rounding_of(Plan(**changed), units_of(4 + tied, tied=tied))
 
 
-def test_what_differs_is_told_and_can_be_pinned() -> None:
+def pins_of(line: str) -> dict[str, Any]:
+    """What it says is to be set, as a configuration would read it."""
+    return dict(yaml.safe_load("{" + line.rpartition("to keep its bits set ")[2] + "}"))
+
+
+def test_what_differs_is_told_with_everything_that_must_be_pinned() -> None:
     saved, home = recorded(), {"on_device": (0, 1, 2)}
     assert other_rounding(saved, recorded(num_slots=7, optimizer_threads=3, on_device=(0, 1))) is None
-    waves = recorded(num_waves=3, first_wave=2, on_device=(0,))
+    assert other_rounding(recorded(num_waves=4, on_device=tuple(range(6))), recorded(on_device=tuple(range(6)))) is None
+    waves, fp32 = recorded(num_waves=3, first_wave=2, on_device=(0,)), recorded(num_waves=3, fp32=True, tied=True)
+    alone = {"micro_batch_rows": 1, "chunk_tokens": 4096, "mlp_chunk_tokens": 0, "carry_fp32": False, "compile": False}
+    whole = {"end_parts": 1, "expert_parts": 1}
     for one, other, told, pins in (
-        (saved, recorded(carry_fp32=True), "carry_fp32: False -> True", "carry_fp32: false"),
-        (saved, recorded(num_waves=2), "num_waves: 1 -> 2", "num_waves: 1"),
-        (waves, saved, "num_waves: 3 -> 1", "num_waves: 3, resident_gradients: false, first_wave: 2, device_units: 1"),
-        (waves, recorded(num_waves=3, first_wave=2), "device_units: 1 -> 0", ", device_units: 1"),
+        (saved, recorded(carry_fp32=True), "carry_fp32: False -> True", {**whole, "num_waves": 1}),
+        (saved, recorded(num_waves=2), "num_waves: 1 -> 2", {**whole, "num_waves": 1}),
+        (recorded(carry_fp32=True, num_waves=3), saved, "carry_fp32: True -> False", {**whole, "carry_fp32": True}),
         (
-            recorded(num_waves=3, fp32=True, tied=True),
-            recorded(fp32=True, tied=True),
-            "num_waves: 3 -> 1",
-            "num_waves: 3, resident_gradients: false, first_wave: 0",
+            recorded(num_waves=3, resident_gradients=True),
+            recorded(num_waves=3),
+            "num_waves: 1 -> 3",
+            {**whole, "resident_gradients": True},
         ),
-        (recorded(expert_parts=3), recorded(**home), "expert_parts: 3 -> 1", "expert_parts: 3, device_units: 0"),
+        (waves, saved, "num_waves: 3 -> 1", {**whole, **WAVES, "device_units": 1}),
+        (waves, recorded(num_waves=3, first_wave=2), "device_units: 1 -> 0", {**whole, **WAVES, "device_units": 1}),
+        (fp32, recorded(fp32=True, tied=True), "num_waves: 3 -> 1", {**whole, **WAVES, "first_wave": 0}),
+        (recorded(expert_parts=3), recorded(**home), "expert_parts: 3 -> 1", {**PARTED, "num_waves": 1}),
+        (recorded(expert_parts=3), recorded(expert_parts=3, **home), "device_units: 0 -> 3", {**PARTED, "num_waves": 1}),
         (
-            recorded(expert_parts=3),
-            recorded(expert_parts=3, **home),
-            "device_units: 0 -> 3",
-            "set expert_parts: 3, device_units: 0",
+            recorded(**home),
+            recorded(expert_parts=3, end_parts=4),
+            "end_parts: 1 -> 4, expert_parts: 1 -> 3",
+            {**whole, "num_waves": 1},
         ),
-        (recorded(**home), recorded(expert_parts=3, end_parts=4), "end_parts: 1 -> 4, expert_parts: 1 -> 3", "expert_parts: 1"),
-        (recorded(end_parts=4, **home), recorded(end_parts=4), "device_units: 3 -> 0", "set end_parts: 4, device_units: 3"),
+        (
+            recorded(end_parts=4, **home),
+            recorded(end_parts=4),
+            "device_units: 3 -> 0",
+            {"end_parts": 4, "expert_parts": 1, "device_units": 3, "num_waves": 1},
+        ),
     ):
         line = other_rounding(one, other)
-        assert line is not None and f"checkpoint: {told}: from here" in line and line.endswith(pins), line
+        assert line is not None and f"checkpoint: {told}: from here" in line, line
+        assert pins_of(line) == {**alone, **pins}, line
     assert {*ALONE, *TOGETHER} <= {one.name for one in fields(Pins)}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_pins_are_enough_whatever_else_the_plan_has(tied: bool) -> None:
+    """Of every pair of plans, and with the other one's fields where nothing is pinned."""
+    plans = [{**PARTS[one], **ENDS[two], **PLANS[three]} for one, two, three in product(PARTS, ENDS, PLANS)]
+    units, told = units_of(3, tied=tied), 0
+
+    def record(fields: dict[str, Any]) -> dict[str, Any]:
+        home = tuple(range(min(len(fields.get("on_device", ())), len(units))))  # as a planner has it: from the first on
+        return rounding_of(Plan(**{"num_slots": 2, "expert_parts": 2, **fields, "on_device": home, "on_disk": ()}), units)
+
+    for one, other in product(plans[::29], plans[::29]):
+        line = other_rounding(record(one), record(other))
+        if line is not None:
+            told += 1
+            pins = pins_of(line)
+            if (home := pins.pop("device_units", None)) is not None:
+                pins["on_device"] = tuple(range(home))
+            assert other_rounding(record(one), record({**other, **pins})) is None, line
+    assert told > 100
 
 
 def test_what_an_older_checkpoint_has_not_recorded_is_not_compared() -> None:
@@ -138,4 +198,4 @@ def test_what_an_older_checkpoint_has_not_recorded_is_not_compared() -> None:
     assert other_rounding(before, now) is None
     assert other_rounding({**before, "num_waves": 2, "resident_gradients": False, "device_units": 2}, now) is None
     line = other_rounding({**before, "num_waves": 1}, now)
-    assert line is not None and line.endswith("keep its bits set num_waves: 1")
+    assert line is not None and line.endswith("num_waves: 1, end_parts: 1, expert_parts: 4")

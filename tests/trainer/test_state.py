@@ -46,7 +46,7 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, entries: list[dict
         skipped_batches=[{"after_step": step, "epoch": 0.5, "reason": "loss nan", "rows": [1, 2]}],
         data=FACTS,
         settings={"seed": 1},
-        rounding=rounding_of(Plan(carry_fp32=True), tied=False, num_units=4),
+        rounding=rounding_of(Plan(carry_fp32=True), ()),
     )
     write(folder, state)
     assert same(RunState.read(folder), state)
