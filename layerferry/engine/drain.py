@@ -28,6 +28,9 @@ from layerferry.layout import FP32_PLANE, GRAD, SECTION_DTYPES, Plane
 from layerferry.store.store import Store
 from layerferry.units import Buffers, Piece, Unit
 
+NORMED_AT_ONCE = 1 << 22
+"""Elements."""
+
 
 @dataclass(eq=False)
 class Slab:
@@ -208,6 +211,15 @@ class Drain:
 
 
 def _norm(plane: Plane) -> Tensor:
-    norms: list[Tensor] = [torch.linalg.vector_norm(section, dtype=torch.float32) for section in plane.tensors()]
+    return _together([_norm_of(section) for section in plane.tensors()])
+
+
+def _norm_of(values: Tensor) -> Tensor:
+    """[n] -> []. On a CPU by slices: torch makes an fp32 copy there of what is narrower."""
+    slices = torch.split(values, NORMED_AT_ONCE) if values.device.type == "cpu" else (values,)
+    return _together([torch.linalg.vector_norm(some, dtype=torch.float32) for some in slices])
+
+
+def _together(norms: list[Tensor]) -> Tensor:
     whole: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     return whole

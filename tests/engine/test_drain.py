@@ -133,6 +133,7 @@ def test_a_wave_that_broke_off_leaves_nothing_on_its_way_to_the_next_step(turn_l
 def test_what_is_at_home_is_rounded_like_what_leaves(carry_fp32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces, and not at all where the host's planes are fp32: the same state after clipped steps."""
     monkeypatch.setattr(drain_module, "ROUNDED_AT_ONCE", 7)
+    monkeypatch.setattr(drain_module, "NORMED_AT_ONCE", 50)
     model, found = small_model(dtype=torch.bfloat16), []
     for home in ((), (0, 1, 2), tuple(range(5))):
         plan = Plan(num_slots=2, num_slabs=1, carry_fp32=carry_fp32, on_device=home)
