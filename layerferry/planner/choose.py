@@ -94,7 +94,7 @@ def decide(question: Problem, measure: Measure | None = None) -> Decision:
         plan, found = search(question)
     if found and not plan.calibrated and question.measured:
         plan = _measured_or(question, plan)
-    if not found and plan.on_device and "device_units" not in question.pins:
+    if not found and plan.on_device and "device_units" not in question.pins and not question.machine.one_memory:
         # not even all places together have room: what is said is what host and disk lack with nothing at home
         plan, found = search(replace(question, pins=replace(question.pins, device_units=0)))
     if found:

@@ -184,6 +184,16 @@ def test_a_smaller_model_is_one_that_fits_with_the_disk() -> None:
     assert found[1] == qwen("qwen2.5-7b", layers).num_params
 
 
+def test_where_there_is_one_memory_what_is_needed_is_what_is_named() -> None:
+    """Large tied ends at home need no buffers: the plan that is least short has them there."""
+    there = {"cpu": True, "host_available": GIB}
+    text = refused(ask(0, 1, rows=8, tokens=128, name="qwen2.5-3b", there=there))
+    needed, named = said(r"needs ([\d.]+) GiB @host", text), said(r"host_memory: ([\d.]+) GiB fits", text)
+    assert needed <= named < needed + 0.2
+    (home,) = least_budgets(ask(0, 1, rows=8, tokens=128, name="qwen2.5-3b", there=there, device_units=0), {}, (HOST,)).values()  # type: ignore[union-attr]
+    assert named * GIB < home - GIB
+
+
 def test_no_model_is_named_where_none_fits() -> None:
     text = refused(ask(10, 4))
     assert "a model of" not in text and "host_memory: " in text
