@@ -69,7 +69,7 @@ def test_kept_attention_is_computed_once(kept_attention: int) -> None:
 
 
 def test_attention_that_does_not_come_through_us_is_refused() -> None:
-    with pytest.raises(PlanError, match="kept_attention: the attention of llama"):
+    with pytest.raises(PlanError, match="kept_attention: 1: the attention of llama"):
         make_engine(small_model(), replace(BASE, kept_attention=1))
 
 
