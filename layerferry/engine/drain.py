@@ -28,7 +28,7 @@ from layerferry.layout import FP32_PLANE, GRAD, SECTION_DTYPES, Plane
 from layerferry.store.store import Store
 from layerferry.units import Buffers, Piece, Unit
 
-NORMED_AT_ONCE = 1 << 22
+NORMED_AT_ONCE = 1 << 20
 """Elements."""
 
 

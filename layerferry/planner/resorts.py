@@ -32,9 +32,9 @@ EXPERT_PARTS = (4, 16)
 """Parts of a layer's experts that are tried first: more cost time, and save less each time."""
 SMALL_MLP_CHUNK, SMALLEST_MLP_CHUNK = 1024, 8
 """Tokens that a token-wise part sees at a time."""
-SMALLEST_PART = 8 << 20
-"""Bytes of the fp32 sum of a part, at most, in the smallest parts of the ends. Smaller ones save next to nothing, and take the
-time of as many launches."""
+MANY_PARTS, SMALLEST_PART = 256, 8 << 20
+"""The smallest parts of the ends: at least so many, and in the fp32 sum of each at most so many bytes. Smaller ones save next to
+nothing, and take the time of as many launches."""
 SMALLEST = {"num_slabs": 1, "richer_layers": 0, "turn_layers": 0}
 SMALLEST_CHUNK = 16
 """Tokens of logits, where the ends are whole: those of a part are small already."""
@@ -73,7 +73,7 @@ def _at_home(question: Problem) -> list[dict[str, Any]]:
 
 def _smallest_parts(question: Problem) -> int:
     largest = max(unit.layout.bytes(FP32_PLANE) for unit in question.model.units if not unit.is_layer)
-    return max(-(-largest // SMALLEST_PART), PARTS)
+    return max(-(-largest // SMALLEST_PART), MANY_PARTS)
 
 
 def _pinning(question: Problem, wanted: Mapping[str, Any]) -> Problem:

@@ -22,6 +22,9 @@ ALONE = ("micro_batch_rows", "chunk_tokens", "mlp_chunk_tokens", "carry_fp32", "
 TOGETHER = ("end_parts", "expert_parts", "num_waves", "first_wave", "resident_gradients", "device_units")
 """Those of which it depends on others whether they do."""
 
+OF_MODEL = ("fp32", "tied_ends", "whole_ends", "whole_experts", "all_at_home")
+"""What it depends on, beside fields of the plan."""
+
 
 def rounding_of(plan: Plan, units: Sequence[Unit]) -> dict[str, Any]:
     """Fields by name, for ``other_rounding``. ``units``: of the model."""
@@ -69,10 +72,15 @@ def _pins(record: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: value for group in _matters(record) for key, value in group.items()}
     if "device_units" in found:
         found["device_units"] = record["device_units"]
-    if found.get("num_waves") == 1 and not record.get("tied_ends", True):
+    if _is_complete(record) and found["num_waves"] == 1 and not record["tied_ends"]:
         del found["num_waves"]
         found |= _as_one_wave(record)
     return found
+
+
+def _is_complete(record: Mapping[str, Any]) -> bool:
+    """Whether it has all that is recorded today."""
+    return record.keys() >= {*ALONE, *TOGETHER, *OF_MODEL}
 
 
 def _as_one_wave(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,8 +97,9 @@ def _waves(record: Mapping[str, Any]) -> dict[str, Any]:
     if "num_waves" not in record:
         return {}
     keys = ["num_waves", "resident_gradients", "first_wave", "device_units"]
-    if "tied_ends" not in record:  # an older checkpoint, which has them where they matter
-        return {key: record[key] for key in keys if key in record}
+    if not _is_complete(record):  # an older checkpoint, which has them where they matter, and no first wave like the others
+        several = {"first_wave": 0} if record["num_waves"] > 1 else {}
+        return several | {key: record[key] for key in keys if key in record}
     summed_in_fp32 = any(record[key] for key in ("resident_gradients", "carry_fp32", "fp32", "all_at_home"))
     if record["num_waves"] == 1 or (summed_in_fp32 and not record["tied_ends"]):
         return {"num_waves": 1}
@@ -101,10 +110,10 @@ def _parts(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Of the ends, and of layers' experts: how many, and how many of what they would divide are whole because @device."""
     groups = []
     for key, whole in (("end_parts", "whole_ends"), ("expert_parts", "whole_experts")):
-        if whole not in record:  # an older checkpoint
+        if not _is_complete(record):
             groups.append({key: record[key]} if key in record else {})
             continue
-        (home, there), parts = record[whole], record.get(key, 1)
+        (home, there), parts = record[whole], record[key]
         groups.append({key: parts, "device_units": home} if parts > 1 and home < there else {key: 1})
     return groups
 

@@ -197,5 +197,10 @@ def test_what_an_older_checkpoint_has_not_recorded_is_not_compared() -> None:
     before = {key: now[key] for key in (*ALONE, "end_parts", "expert_parts")}
     assert other_rounding(before, now) is None
     assert other_rounding({**before, "num_waves": 2, "resident_gradients": False, "device_units": 2}, now) is None
+    for missing in now:  # of any age
+        other_rounding({key: value for key, value in now.items() if key != missing}, recorded())
+    longer = recorded(num_waves=2, first_wave=3)
+    old = {**{key: longer[key] for key in before}, "num_waves": 2, "resident_gradients": False, "device_units": 0}
+    assert "first_wave: 0 -> 3" in str(other_rounding(old, longer))
     line = other_rounding({**before, "num_waves": 1}, now)
     assert line is not None and line.endswith("num_waves: 1, end_parts: 1, expert_parts: 4")
