@@ -167,8 +167,12 @@ class Plan:
 
     def num_rebuilt(self, num_layers: int) -> int:
         """Layers, from the first on, that leave no graph and are computed again in the backward."""
-        every = self.mlp_chunk_tokens or self.kept_attention or self.expert_parts > 1
-        return num_layers if every else min(self.host_inputs, num_layers)
+        return num_layers if self.rebuilds_every_layer else min(self.host_inputs, num_layers)
+
+    @property
+    def rebuilds_every_layer(self) -> bool:
+        """Whether every layer is computed again, wherever its input waits."""
+        return bool(self.mlp_chunk_tokens or self.kept_attention or self.expert_parts > 1)
 
     def first_turning(self, num_layers: int, num_below: int = 0) -> int:
         """Index of the first layer that turns with the head; ``num_layers``: none does. To ``num_below`` no backward comes."""
@@ -184,8 +188,7 @@ class Plan:
         """This plan for each budget in it, alike for all layers: what is measured and timed one by one."""
         own = replace(self, richer_layers=0, richer_budget=1.0, host_inputs=0, kept_attention=0, turn_layers=0)
         richer = (self.richer_budget,) if self.richer_layers else ()
-        rebuilt = self.host_inputs or self.mlp_chunk_tokens or self.kept_attention or self.expert_parts > 1
-        again = (self.free_budget,) if rebuilt or self.turn_layers else ()
+        again = (self.free_budget,) if self.rebuilds_every_layer or self.host_inputs or self.turn_layers else ()
         return tuple(replace(own, activation_budget=one) for one in dict.fromkeys((self.activation_budget, *richer, *again)))
 
     def total(self, place: str) -> int:

@@ -207,7 +207,7 @@ class Drain:
     def _note_norm(self, piece: Piece, norm: Tensor) -> None:
         shares = self._norms_of_parts.setdefault(piece.index, {})
         shares[piece.number] = norm
-        self.norms[piece.index] = norm if piece is piece.unit else torch.linalg.vector_norm(torch.stack(list(shares.values())))
+        self.norms[piece.index] = _together(list(shares.values()))
 
 
 def _norm(plane: Plane) -> Tensor:

@@ -297,7 +297,7 @@ class Books:
         own = self._in_memory(choice, self._units) if whole else choice  # at home ends and layers are whole
         again = choice.host_inputs > 0 or choice.mlp_chunk_tokens > 0 or choice.turn_layers > 0 or own.expert_parts > 1
         of_micro_batch = (choice.micro_batch_rows, *choice.computed, several, own.end_parts, own.expert_parts, again, whole)
-        key = (*of_micro_batch, *choice.cut, whole, choice.richer_layers, *choice.in_layers)
+        key = (*of_micro_batch, *choice.cut, choice.richer_layers, *choice.in_layers)
         if key not in self._activations:
             question = self._question
             plan = own._replace(home=self._units if whole else 0).on(Plan(compile=question.compiles, fp32=question.fp32))

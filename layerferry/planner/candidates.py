@@ -33,7 +33,7 @@ CARRIES = ((True, False), (False, True), (False, False))
 """(resident_gradients, carry_fp32): between waves fp32 sums stay @device; or travel, in fp32 where the host has room; or travel
 with one bf16 rounding a wave."""
 ALL = 1 << 20
-"""Slots for every layer that travels: no weight travels twice in a step."""
+"""More than there are of anything. Slots for every layer that travels: no weight travels twice in a step."""
 CPU_BUFFERS = ((3, 2), (2, 1))
 BUFFERS = (*CPU_BUFFERS, (4, 2), (6, 2), (ALL, 2))
 """(layer slots, slabs): enough for upload, compute and download at once; the least that still overlaps anything; more."""

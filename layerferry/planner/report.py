@@ -175,7 +175,7 @@ def _choices(plan: Plan, pins: Pins, model: Model) -> str:
 
 
 def _budget(plan: Plan) -> str:
-    if plan.expert_parts > 1 or plan.mlp_chunk_tokens or plan.kept_attention:
+    if plan.rebuilds_every_layer:
         return "of a layer that is computed again, as every one is"
     if plan.activation_budget == 0.0:
         return "keep inputs only"
@@ -188,18 +188,20 @@ def _parts(plan: Plan) -> str:
 
 def _kept_pins(pins: Pins, plan: Plan) -> list[str]:
     """What is as the user has pinned it."""
-    return [name for name, _ in pins.items() if name not in unkept(pins, plan)]
+    missed = unkept(pins, plan)
+    return [name for name, _ in pins.items() if name not in missed]
 
 
 def _waves(plan: Plan, model: Model) -> str:
     if plan.device_units == len(model.units):
         return "every unit lives @device: nothing travels"
     if plan.num_waves == 1:
-        held = plan.num_slots >= sum(unit.is_layer and unit.index not in plan.on_device for unit in model.units)
         up = "every weight travels up twice a step"
-        if plan.turn_layers:
+        if plan.num_slots >= sum(unit.is_layer and unit.index not in plan.on_device for unit in model.units):
+            up = "every layer travels up once a step"
+        elif plan.turn_layers:
             up = "weights travel up twice a step (once: layers that turn)"
-        return f"{'every layer travels up once a step' if held else up}, every gradient down once"
+        return f"{up}, every gradient down once"
     if plan.resident_gradients:
         return "gradients are summed @device and travel down once"
     return f"gradients are carried between waves in {'fp32' if plan.carry_fp32 or plan.fp32 else 'bf16'}"

@@ -16,6 +16,7 @@ from typing import Any
 from layerferry.config import Pins
 from layerferry.layout import FP32_PLANE
 from layerferry.planner.candidates import (
+    ALL,
     PARTS,
     buffer_choices,
     chunk_choices,
@@ -38,8 +39,6 @@ nothing, and take the time of as many launches."""
 SMALLEST = {"num_slabs": 1, "richer_layers": 0, "turn_layers": 0}
 SMALLEST_CHUNK = 16
 """Tokens of logits, where the ends are whole: those of a part are small already."""
-ALL = 1 << 20
-"""Parts of experts: one each. Units @device: every one."""
 
 
 def last_resorts(question: Problem) -> Iterator[Problem]:

@@ -21,7 +21,6 @@ ALONE = ("micro_batch_rows", "chunk_tokens", "mlp_chunk_tokens", "carry_fp32", "
 """Fields of a plan, each a key of the configuration too, that change the last bits of a step by themselves."""
 TOGETHER = ("end_parts", "expert_parts", "num_waves", "first_wave", "resident_gradients", "device_units")
 """Those of which it depends on others whether they do."""
-
 OF_MODEL = ("fp32", "tied_ends", "whole_ends", "whole_experts", "all_at_home")
 """What it depends on, beside fields of the plan."""
 
@@ -108,11 +107,10 @@ def _waves(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parts(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Of the ends, and of layers' experts: how many, and how many of what they would divide are whole because @device."""
+    if not _is_complete(record):
+        return [{key: record[key]} if key in record else {} for key in ("end_parts", "expert_parts")]
     groups = []
     for key, whole in (("end_parts", "whole_ends"), ("expert_parts", "whole_experts")):
-        if not _is_complete(record):
-            groups.append({key: record[key]} if key in record else {})
-            continue
         (home, there), parts = record[whole], record[key]
         groups.append({key: parts, "device_units": home} if parts > 1 and home < there else {key: 1})
     return groups

@@ -273,7 +273,7 @@ def test_on_a_cpu_a_gradient_is_added_without_a_copy_of_its_own(monkeypatch: pyt
 
 
 class Casts(TorchDispatchMode):
-    """The largest tensor that anything gives while it is active, what is added to left out."""
+    """Elements of the largest tensor that is added to another while it is active."""
 
     largest = 0
 
